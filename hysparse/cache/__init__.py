@@ -1,0 +1,1 @@
+"""Attention state: what it is made of, in which formats, and how long it lives."""

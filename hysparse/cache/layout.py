@@ -1,0 +1,258 @@
+"""Every component of one sequence's attention state, described before any of it exists.
+
+Allocation, sharding, byte counting and serialisation read this description and nothing else. The
+released model keeps, per token of context,
+
+    main KV      layers 2, 8, 14 (an entry per 2 tokens) and 20 (per token)   288 bytes an entry
+    index keys   the same layers                                               68 bytes an entry
+
+(3/2 + 1) * (288 + 68) = 890 bytes, and a bounded remainder that does not grow with the context.
+
+Quantised rows are stored packed, as uint8: first the codes, then one scale per block of channels.
+
+Source: arXiv 2609.19969, sections 2 and 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal
+
+from hysparse import config as config_lib
+from hysparse import schedule as schedule_lib
+
+if TYPE_CHECKING:
+  import jax  # for annotations: counting bytes must not wait for jax
+
+Lifetime = Literal["global", "bounded", "scratch", "bookkeeping"]
+
+_ITEM_BYTES = {"uint8": 1, "bool": 1, "bfloat16": 2, "int32": 4, "float32": 4}
+_BLOCK_TOKENS = 128  # tokens in a block of the paged cache, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One array of a row: its shape without the axes that count rows, and its dtype."""
+
+  name: str
+  shape: tuple[int, ...]
+  dtype: Literal["uint8", "bool", "bfloat16", "int32", "float32"]
+
+  @property
+  def bytes(self) -> int:
+    return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packing:
+  """How a quantised format stores a row of channels."""
+
+  code_bits: int
+  block: int  # channels that share one scale, a byte each
+
+
+_PACKED = {
+  "fp4": _Packing(code_bits=4, block=16),  # E2M1, E4M3 scales
+  "mxfp4": _Packing(code_bits=4, block=32),  # E2M1, E8M0 scales
+  "fp8": _Packing(code_bits=8, block=32),  # E4M3, E8M0 scales
+}
+_PLAIN = {"bf16": "bfloat16", "f32": "float32"}
+
+
+def stored_row(format: config_lib.Format, width: int) -> tuple[Part, ...]:
+  """The arrays that hold one row of `width` channels in a format of the precision dial.
+
+  Half-filled bytes and blocks take a whole one: 33 channels of fp4 are 17 + 3 bytes.
+  """
+  if format in _PLAIN:
+    return (Part("values", (width,), _PLAIN[format]),)
+  packing = _PACKED[format]
+  return (
+    Part("codes", (-(-width * packing.code_bits // 8),), "uint8"),
+    Part("scales", (-(-width // packing.block),), "uint8"),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+  """One kind of state, alike on all layers that own a copy of it.
+
+  Attributes:
+    name: what it is; layers with another ratio have a component of the same name.
+    layers: owners, each with its own copy; draft layers count on from the last backbone layer.
+      Empty for what the sequence owns once.
+    format: of the precision dial, or the dtype of what the dial does not reach.
+    row: the arrays of one row.
+    lifetime: "global" grows with the context and may outlive the request; "bounded" does not grow
+      and lives with the active session; "scratch" lives for one call; "bookkeeping" addresses the
+      others and holds no activations.
+    rows_per_token: rows that each token of context adds to each copy, 0 unless it grows.
+    rows: rows of each copy whatever the context.
+  """
+
+  name: str
+  layers: tuple[int, ...]
+  format: str
+  row: tuple[Part, ...]
+  lifetime: Lifetime
+  rows_per_token: Fraction = Fraction(0)
+  rows: int = 0
+
+  @property
+  def copies(self) -> int:
+    return len(self.layers) or 1
+
+  @property
+  def row_bytes(self) -> int:
+    return sum(part.bytes for part in self.row)
+
+  @property
+  def bytes_per_token(self) -> Fraction:
+    """Growth with the context, all copies together."""
+    return self.copies * self.rows_per_token * self.row_bytes
+
+  def rows_at(self, tokens: int) -> int:
+    """Rows of one copy after `tokens` tokens: whole groups only, but begun blocks too."""
+    grown = self.rows_per_token * tokens
+    return self.rows + (math.ceil(grown) if self.lifetime == "bookkeeping" else math.floor(grown))
+
+  def bytes_at(self, tokens: int) -> int:
+    """Bytes of all copies after `tokens` tokens of context."""
+    return self.copies * self.rows_at(tokens) * self.row_bytes
+
+  def structs(self, *leading: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each array of one copy; `leading` axes count its rows.
+
+    A ring is `structs(batch, window)`, a paged pool `structs(blocks, rows_per_block)`.
+    """
+    import jax  # here, because counting bytes must not wait for jax
+
+    return {
+      part.name: jax.ShapeDtypeStruct((*leading, *part.shape), jax.numpy.dtype(part.dtype))
+      for part in self.row
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+  """All components of one sequence's state."""
+
+  components: tuple[Component, ...]
+  block_tokens: int
+
+  def __iter__(self) -> Iterator[Component]:
+    return iter(self.components)
+
+  def of(self, lifetime: Lifetime) -> tuple[Component, ...]:
+    return tuple(c for c in self.components if c.lifetime == lifetime)
+
+  def named(self, name: str) -> tuple[Component, ...]:
+    return tuple(c for c in self.components if c.name == name)
+
+  @property
+  def global_bytes_per_token(self) -> Fraction:
+    """Growth of the global cache: 890 for the released model."""
+    return sum((c.bytes_per_token for c in self.of("global")), Fraction(0))
+
+  def bytes_at(self, lifetime: Lifetime, tokens: int) -> int:
+    """Bytes of everything with this lifetime after `tokens` tokens of context."""
+    return sum(c.bytes_at(tokens) for c in self.of(lifetime))
+
+  @property
+  def bounded_bytes(self) -> int:
+    """State of an active session that does not grow with its context."""
+    return self.bytes_at("bounded", 0)
+
+
+def layout(
+  config: config_lib.ModelConfig, *, block_tokens: int | None = None, call_tokens: int = 1
+) -> StateLayout:
+  """Describes the attention state of one sequence.
+
+  Args:
+    config: the schedule, the widths and the precision dial.
+    block_tokens: tokens in a block of the paged global cache, a multiple of `config.alignment`; by
+      default the first one from 128 up.
+    call_tokens: tokens of one forward call; they size the scratch only.
+
+  Raises:
+    ConfigError: a block size that would cut a group of tokens or a candidate block.
+  """
+  alignment = config.alignment
+  if block_tokens is None:
+    block_tokens = -(-_BLOCK_TOKENS // alignment) * alignment
+  if block_tokens < 1 or block_tokens % alignment:
+    raise config_lib.ConfigError(
+      f"block_tokens: is {block_tokens}; must be a multiple of {alignment}, the schedule's ratios"
+      " and candidate blocks"
+    )
+  components = [*_global(config), *_bounded(config)]
+  rings = tuple(layer for c in components if c.name.startswith("window") for layer in c.layers)
+  components += _scratch(config, rings, call_tokens)
+  components += _bookkeeping(config, rings, block_tokens)
+  return StateLayout(tuple(components), block_tokens)
+
+
+def _owners(
+  config: config_lib.ModelConfig, key: Callable[[schedule_lib.LayerSpec], int | str | None]
+) -> dict[int | str, tuple[int, ...]]:
+  """Layers by the value of `key`, in order; layers where it is None or 0 own nothing."""
+  owners: dict[int | str, tuple[int, ...]] = {}
+  for i, spec in enumerate(config.layers):
+    if value := key(spec):
+      owners[value] = (*owners.get(value, ()), i)
+  return owners
+
+
+def _global(config: config_lib.ModelConfig) -> Iterator[Component]:
+  row = stored_row(config.main_kv, config.head_dim)
+  for ratio, layers in _owners(config, lambda s: s.is_source and s.ratio).items():
+    yield Component("main_kv", layers, config.main_kv, row, "global", Fraction(1, ratio))
+  row = stored_row(config.index_k, config.index_dim)
+  for ratio, layers in _owners(config, lambda s: s.owns_index_keys and s.ratio).items():
+    yield Component("index_keys", layers, config.index_k, row, "global", Fraction(1, ratio))
+  plain_heads = _owners(config, lambda s: not s.has_window and (s.kv_heads or config.n_heads))
+  for heads, layers in plain_heads.items():
+    row = tuple(Part(name, (heads, config.head_dim), "bfloat16") for name in ("keys", "values"))
+    yield Component("plain_kv", layers, "bf16", row, "global", Fraction(1))
+
+
+def _bounded(config: config_lib.ModelConfig) -> Iterator[Component]:
+  rings = _owners(config, lambda s: s.has_window and s.side)
+  if config.draft_layers:
+    first = len(config.layers)
+    rings["draft"] = tuple(range(first, first + config.draft_layers))
+  row = stored_row(config.window_kv, config.head_dim)
+  for side, layers in rings.items():
+    yield Component(f"window_{side}", layers, config.window_kv, row, "bounded", rows=config.window)
+  row = tuple(Part(name, (config.head_dim,), "float32") for name in ("kv", "score"))
+  for ratio, layers in _owners(config, lambda s: s.is_source and s.ratio).items():
+    if ratio > 1:
+      yield Component("partial_group", layers, "f32", row, "bounded", rows=ratio - 1)
+  if config.engram_layers:
+    row = (Part("tokens", (), "int32"),)
+    yield Component("engram_history", (), "int32", row, "bounded", rows=config.engram_max_ngram - 1)
+
+
+def _scratch(
+  config: config_lib.ModelConfig, rings: tuple[int, ...], call_tokens: int
+) -> Iterator[Component]:
+  # Rings are written after the attention of a call: until then its own keys wait beside them.
+  if rings:
+    row = stored_row(config.window_kv, config.head_dim)
+    yield Component("call_keys", rings, config.window_kv, row, "scratch", rows=call_tokens)
+
+
+def _bookkeeping(
+  config: config_lib.ModelConfig, rings: tuple[int, ...], block_tokens: int
+) -> Iterator[Component]:
+  if rings:
+    row = (Part("positions", (), "int32"),)
+    yield Component("ring_tags", rings, "int32", row, "bookkeeping", rows=config.window)
+  row = (Part("blocks", (), "int32"),)
+  yield Component("block_table", (), "int32", row, "bookkeeping", Fraction(1, block_tokens))
+  row = (Part("length", (), "int32"), Part("error", (), "bool"))
+  yield Component("status", (), "int32 + bool", row, "bookkeeping", rows=1)

@@ -1,0 +1,54 @@
+"""The command line of the footprint.
+
+python -m hysparse.footprint config.json [--json]
+python -m hysparse.footprint --config=configs/tiny.py [--config.model.main_kv=bf16] [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from hysparse import config as config_lib
+from hysparse import config_file, footprint, published
+
+_CONFIG = flags.DEFINE_string(
+  "config", None, "A file of configs/ (its fields can be overridden) or a released config.json."
+)
+_JSON = flags.DEFINE_bool("json", False, "Print JSON instead of text.")
+
+
+def run() -> None:
+  """Reads sys.argv, prints the footprint; errors of the user's are one line and exit status 1."""
+  argv, overrides = config_file.split_overrides(sys.argv)
+  app.run(lambda rest: _main(rest, overrides), argv=argv)
+
+
+def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
+  try:
+    counted = footprint.footprint(_model(argv[1:], overrides))
+  except config_lib.ConfigError as error:
+    sys.exit(f"error: {error}")
+  print(json.dumps(counted.to_dict(), indent=2) if _JSON.value else footprint.render(counted))
+
+
+def _model(paths: Sequence[str], overrides: Sequence[str]) -> config_lib.ModelConfig:
+  given = [*paths, *([_CONFIG.value] if _CONFIG.value else [])]
+  if len(given) != 1:
+    raise config_lib.ConfigError(
+      f"config: {len(given)} files given; one is needed, a config.json or --config=configs/NAME.py"
+    )
+  if not given[0].endswith(".json"):
+    return config_file.load(given[0], overrides).model
+  if overrides:
+    raise config_lib.ConfigError(
+      f"config.{overrides[0]}: a released config.json takes no overrides"
+    )
+  return published.read(given[0])
+
+
+if __name__ == "__main__":
+  run()
