@@ -1,0 +1,82 @@
+"""Engram: n-gram memory added to the residual streams.
+
+Source: arXiv 2609.19969, section 2.6.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from hysparse_kernels import engram
+from jaxtyping import Array, Float, Int
+
+from hysparse.config import ModelConfig
+from hysparse.nn import init
+from hysparse.nn.batch import Batch
+from hysparse.nn.execution import Execution
+from hysparse.nn.linear import Linear
+
+
+class TokenMap(nnx.Variable):
+  """Token id -> compressed id (tokens whose text normalises alike share one). Never trained."""
+
+
+@functools.cache
+def tables(config: ModelConfig) -> tuple[engram.HashConstants, ...]:
+  """Hash constants and table layout of each Engram layer, in layer order."""
+  compressed = config.engram_compressed_vocab or config.vocab_size
+  return engram.hash_constants(
+    config.engram_layers,
+    config.engram_max_ngram,
+    config.engram_heads,
+    config.engram_vocab,
+    compressed,
+  )
+
+
+class Engram(nnx.Module):
+  """Looks up the n-grams that end at each token and adds what it finds, gated, to each stream."""
+
+  def __init__(self, config: ModelConfig, layer: int, run: Execution, *, rngs: nnx.Rngs):
+    self.config, self.layer, self.run = config, layer, run
+    M, D = config.streams, config.d_model
+    columns = (config.engram_max_ngram - 1) * config.engram_heads * config.engram_dim
+    shape = (self.constants.rows, config.engram_dim)
+    self.table = nnx.Param(init.table(rngs.params(), shape, init.ENGRAM_TABLE_STD))
+    self.wkv = Linear(columns, (M + 1) * D, rngs=rngs)
+    self.q_weight = nnx.Param(jnp.ones((M, D), jnp.float32))
+    self.k_weight = nnx.Param(jnp.ones((M, D), jnp.float32))
+
+  @property
+  def constants(self) -> engram.HashConstants:
+    return tables(self.config)[self.config.engram_layers.index(self.layer)]
+
+  def __call__(
+    self,
+    x_BxSxMxD: Float[Array, "B S M D"],
+    compressed_BxS: Int[Array, "B S"],
+    pad_id: Int[Array, ""],
+    batch: Batch,
+  ) -> Float[Array, "B S M D"]:
+    """The streams with memory added.
+
+    Args:
+      compressed_BxS: compressed token ids.
+      pad_id: compressed id that stands for missing history.
+    """
+    B, S, M, D = x_BxSxMxD.shape
+    rows_BxSxJ = engram.hash_rows(compressed_BxS, batch.positions_BxS, self.constants, pad_id)
+    memory = self.table[...].astype(x_BxSxMxD.dtype)[rows_BxSxJ].reshape(B * S, -1)
+    kv_NxD = self.wkv(memory).reshape(B * S, M + 1, D)
+    x_NxMxD = engram.gate(
+      x_BxSxMxD.reshape(B * S, M, D),
+      kv_NxD[:, :M],
+      kv_NxD[:, M],
+      self.q_weight[...],
+      self.k_weight[...],
+      eps=self.config.norm_eps,
+      backend=self.run.backend,
+    )
+    return x_NxMxD.reshape(B, S, M, D)

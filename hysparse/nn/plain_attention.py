@@ -1,0 +1,47 @@
+"""Ordinary causal attention with K and V heads of its own: the baselines `mha` and `gqa/n`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from hysparse_kernels.dense_attention import dense_attention
+from jaxtyping import Array, Float
+
+from hysparse.config import ModelConfig
+from hysparse.nn import rope
+from hysparse.nn.batch import Batch
+from hysparse.nn.execution import Execution
+from hysparse.nn.handoff import Published
+from hysparse.nn.linear import Linear, RMSNorm
+from hysparse.nn.output import GroupedOutput
+from hysparse.schedule import LayerSpec
+
+
+class PlainAttention(nnx.Module):
+  """Queries and output as in HySparse; no latent, no window, no sink, no YaRN."""
+
+  def __init__(self, config: ModelConfig, spec: LayerSpec, run: Execution, *, rngs: nnx.Rngs):
+    c = config
+    self.config, self.run = config, run
+    self.kv_heads = spec.kv_heads or c.n_heads
+    self.wq_a = Linear(c.d_model, c.q_rank, rngs=rngs)
+    self.q_norm = RMSNorm(c.q_rank, c.norm_eps)
+    self.wq_b = Linear(c.q_rank, c.n_heads * c.head_dim, rngs=rngs)
+    self.wk = Linear(c.d_model, self.kv_heads * c.head_dim, rngs=rngs)
+    self.wv = Linear(c.d_model, self.kv_heads * c.head_dim, rngs=rngs)
+    self.output = GroupedOutput(config, rngs=rngs)
+
+  def __call__(
+    self, x_BxSxD: Float[Array, "B S D"], batch: Batch, published: Published
+  ) -> tuple[Float[Array, "B S D"], Published, Float[Array, ""], dict]:
+    """As `Attention`: what earlier layers published passes through."""
+    c = self.config
+    freqs = rope.frequencies(c, False)
+    B, S, _ = x_BxSxD.shape
+    q = self.wq_b(self.q_norm(self.wq_a(x_BxSxD))).reshape(B, S, c.n_heads, c.head_dim)
+    k, v = (w(x_BxSxD).reshape(B, S, self.kv_heads, c.head_dim) for w in (self.wk, self.wv))
+    q, k = (rope.rotate(y, batch.positions_BxS, freqs) for y in (q, k))
+    attended = dense_attention(
+      q, k, v, *batch.span(1), scale=c.head_dim**-0.5, backend=self.run.backend
+    )
+    return self.output(attended.out_BxSxHxC), published, jnp.zeros((), jnp.float32), {"q": q}

@@ -1,0 +1,41 @@
+"""The plain definition: all scores at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hysparse_kernels.compat import einsum
+from hysparse_kernels.indexer.pool import Pool, best_blocks
+from hysparse_kernels.selection import span, top_visible
+
+
+def select(
+  q_BxSxIxD: jax.Array,
+  k_BxTxD: jax.Array,
+  weights_BxSxI: jax.Array,
+  lo_BxS: jax.Array,
+  hi_BxS: jax.Array,
+  top_k: int,
+  within: Pool | None,
+  pool_blocks: int,
+  block_size: int,
+) -> tuple[jax.Array, Pool | None]:
+  T = k_BxTxD.shape[1]
+  dots_BxSxIxT = einsum("bsid,btd->bsit", q_BxSxIxD, k_BxTxD)
+  scores_BxSxT = (weights_BxSxI[..., None] * jax.nn.relu(dots_BxSxIxT)).sum(2)
+  visible_BxSxT = span(lo_BxS, hi_BxS, jnp.arange(T))
+  pool = None
+  if pool_blocks:
+    pool = best_blocks(scores_BxSxT, visible_BxSxT, hi_BxS, pool_blocks, block_size)
+  if within is not None:
+    visible_BxSxT &= within.mask(T)
+  return top_visible(scores_BxSxT, visible_BxSxT, top_k), pool
+
+
+def score_rows(
+  q_BxSxIxD: jax.Array, k_BxTxD: jax.Array, weights_BxSxI: jax.Array, rows_BxSxK: jax.Array
+) -> jax.Array:
+  k_BxSxKxD = jax.vmap(lambda k, rows: k[rows])(k_BxTxD, jnp.maximum(rows_BxSxK, 0))
+  dots_BxSxIxK = einsum("bsid,bskd->bsik", q_BxSxIxD, k_BxSxKxD)
+  return (weights_BxSxI[..., None] * jax.nn.relu(dots_BxSxIxK)).sum(2)

@@ -1,0 +1,138 @@
+"""Portable backend: query blocks; scores exist for one block of queries at a time.
+
+Inside a block the keys are scored in blocks too, so that [queries, heads, keys] stays in cache and
+[S, T, heads] never exists. With a pool, a block either gathers the pool's keys (when the pool is
+much smaller than the context, so that its cost does not grow with it) or scores everything and
+masks; the rule is static and the result the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hysparse_kernels import blocks
+from hysparse_kernels.compat import einsum
+from hysparse_kernels.indexer.pool import Pool, best_blocks
+from hysparse_kernels.selection import ascending, rank, span, top_visible
+
+_KEYS = 256
+_SCORE_ELEMENTS = 4 * 1024 * 1024  # [B, queries, T] of a block, in elements
+_GATHER_ELEMENTS = 512 * 1024  # gathered keys of a block, in elements, so that they stay in cache
+_MAX_QUERIES = 128
+# Gathering a key costs about as much as scoring this many of them in order.
+_GATHER_COST = 4
+
+
+def select(
+  q_BxSxIxD: jax.Array,
+  k_BxTxD: jax.Array,
+  weights_BxSxI: jax.Array,
+  lo_BxS: jax.Array,
+  hi_BxS: jax.Array,
+  top_k: int,
+  within: Pool | None,
+  pool_blocks: int,
+  block_size: int,
+) -> tuple[jax.Array, Pool | None]:
+  B, S = q_BxSxIxD.shape[:2]
+  T = k_BxTxD.shape[1]
+  pool_size = 0 if within is None else within.blocks_BxSxN.shape[-1] * within.block_size
+  gather = within is not None and _GATHER_COST * pool_size < T
+  width = pool_size if gather else T
+  size = max(1, min(S, _MAX_QUERIES, _SCORE_ELEMENTS // max(1, B * width)))
+
+  def block(x):
+    if gather:
+      pool = Pool(x["blocks"], within.block_size)
+      ids_BxQxP = pool.entry_ids()
+      keys = jax.vmap(lambda k, ids: k[ids])(k_BxTxD, jnp.maximum(ids_BxQxP, 0))
+      scores = _weighted(einsum("bqid,bqpd->bqip", x["q"], keys), x["weights"])
+      visible = (ids_BxQxP >= x["lo"][..., None]) & (ids_BxQxP < x["hi"][..., None])
+      best, at = jax.lax.top_k(rank(scores, visible), min(top_k, width))
+      rows = jnp.take_along_axis(ids_BxQxP, at, axis=-1)
+      return {"rows": _pad(ascending(rows, best > -jnp.inf), min(top_k, T))}
+    scores = _all_scores(x["q"], k_BxTxD, x["weights"])
+    visible = span(x["lo"], x["hi"], jnp.arange(T))
+    result = {}
+    if pool_blocks:
+      pool = best_blocks(scores, visible, x["hi"], pool_blocks, block_size)
+      result["pool"] = pool.blocks_BxSxN
+    if within is not None:
+      visible &= Pool(x["blocks"], within.block_size).mask(T)
+    return result | {"rows": top_visible(scores, visible, top_k)}
+
+  xs = {"q": q_BxSxIxD, "weights": weights_BxSxI, "lo": lo_BxS, "hi": hi_BxS}
+  if within is not None:
+    xs["blocks"] = within.blocks_BxSxN
+  result = jax.lax.map(block, {name: blocks.split(x, size) for name, x in xs.items()})
+  result = {name: blocks.join(x, S) for name, x in result.items()}
+  return result["rows"], Pool(result["pool"], block_size) if pool_blocks else None
+
+
+def _weighted(dots_BxQxIxN: jax.Array, weights_BxQxI: jax.Array) -> jax.Array:
+  return (weights_BxQxI[..., None] * jax.nn.relu(dots_BxQxIxN)).sum(2)
+
+
+def _all_scores(q_BxQxIxD, k_BxTxD, weights_BxQxI) -> jax.Array:
+  """[B, Q, T], one key block after another."""
+  T = k_BxTxD.shape[1]
+
+  def keys(k_BxNxD):
+    return jnp.moveaxis(
+      _weighted(einsum("bqid,bnd->bqin", q_BxQxIxD, k_BxNxD), weights_BxQxI), 2, 1
+    )
+
+  parts = jax.lax.map(keys, blocks.split(k_BxTxD, min(_KEYS, T)))
+  return jnp.moveaxis(blocks.join(parts, T), 1, 2)
+
+
+def _pad(rows: jax.Array, width: int) -> jax.Array:
+  """Fills up with -1: a pool smaller than K selects fewer entries."""
+  missing = width - rows.shape[-1]
+  return jnp.pad(rows, ((0, 0), (0, 0), (0, missing)), constant_values=-1) if missing > 0 else rows
+
+
+@jax.custom_vjp
+def score_rows(
+  q_BxSxIxD: jax.Array, k_BxTxD: jax.Array, weights_BxSxI: jax.Array, rows_BxSxK: jax.Array
+) -> jax.Array:
+  return _score_forward(q_BxSxIxD, k_BxTxD, weights_BxSxI, rows_BxSxK)[0]
+
+
+def _row_blocks(q, weights, rows, **more) -> dict[str, jax.Array]:
+  B, S, K = rows.shape
+  size = max(1, min(S, _MAX_QUERIES, _GATHER_ELEMENTS // max(1, B * K * q.shape[-1])))
+  xs = {"q": q, "weights": weights, "rows": jnp.maximum(rows, 0)} | more
+  return {name: blocks.split(x, size) for name, x in xs.items()}
+
+
+def _score_forward(q, k, weights, rows):
+  def block(x):
+    chosen = jax.vmap(lambda k, rows: k[rows])(k, x["rows"])
+    return _weighted(einsum("bqid,bqkd->bqik", x["q"], chosen), x["weights"])
+
+  scores = jax.lax.map(block, _row_blocks(q, weights, rows))
+  return blocks.join(scores, q.shape[1]), (q, k, weights, rows)
+
+
+def _score_backward(saved, d_scores):
+  q, k, weights, rows = saved
+
+  def block(d_k, x):
+    chosen = jax.vmap(lambda k, rows: k[rows])(k, x["rows"])
+    dots = einsum("bqid,bqkd->bqik", x["q"], chosen)
+    d_weights = (x["d_scores"][:, :, None] * jax.nn.relu(dots)).sum(-1)
+    d_dots = jnp.where(dots > 0, x["weights"][..., None] * x["d_scores"][:, :, None], 0.0)
+    d_q = einsum("bqik,bqkd->bqid", d_dots, chosen)
+    d_chosen = einsum("bqik,bqid->bqkd", d_dots, x["q"])
+    batch = jnp.arange(k.shape[0])[:, None, None]
+    return d_k.at[batch, x["rows"]].add(d_chosen), (d_q, d_weights)
+
+  xs = _row_blocks(q, weights, rows, d_scores=jnp.where(rows >= 0, d_scores, 0.0))
+  d_k, (d_q, d_weights) = jax.lax.scan(block, jnp.zeros(k.shape, jnp.float32), xs)
+  d_q, d_weights = (blocks.join(x, q.shape[1]) for x in (d_q, d_weights))
+  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_weights.astype(weights.dtype), None
+
+
+score_rows.defvjp(_score_forward, _score_backward)

@@ -1,0 +1,46 @@
+"""The plain definition: every query's keys written out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hysparse_kernels.compat import einsum
+from hysparse_kernels.sparse_attention.view import Attended, View
+
+
+def sparse_attention(
+  q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
+) -> Attended:
+  S, W = q_BxSxHxC.shape[1], view.window
+  before = view.window_BxPxC.shape[1] - S
+
+  # Window row of query s, d tokens back: before + s - d.
+  back_W = jnp.arange(W)[::-1]
+  at_SxW = before + jnp.arange(S)[:, None] - back_W
+  expected_BxSxW = positions_BxS[..., None] - back_W
+  tags_BxSxW = view.tags_BxP[:, jnp.maximum(at_SxW, 0)]
+  visible_BxSxN = (at_SxW >= 0) & (expected_BxSxW >= 0) & (tags_BxSxW == expected_BxSxW)
+  keys_BxSxNxC = view.window_BxPxC[:, jnp.maximum(at_SxW, 0)]
+
+  if view.rows_BxSxK is not None:
+    rows_BxSxK = view.rows_BxSxK
+    chosen_BxSxKxC = jax.vmap(lambda entries, rows: entries[rows])(
+      view.entries_BxTxC, jnp.maximum(rows_BxSxK, 0)
+    )
+    selected_BxSxK = (rows_BxSxK >= 0) & (positions_BxS[..., None] >= 0)
+    keys_BxSxNxC = jnp.concatenate([keys_BxSxNxC, chosen_BxSxKxC], axis=2)
+    visible_BxSxN = jnp.concatenate([visible_BxSxN, selected_BxSxK], axis=2)
+
+  scores_BxSxHxN = einsum("bshc,bsnc->bshn", q_BxSxHxC, keys_BxSxNxC) * scale
+  scores_BxSxHxN = jnp.where(visible_BxSxN[:, :, None], scores_BxSxHxN, -jnp.inf)
+  sink_BxSxHx1 = jnp.broadcast_to(sink_H[:, None], (*scores_BxSxHxN.shape[:3], 1))
+  lse_BxSxH = jax.nn.logsumexp(
+    jnp.concatenate([scores_BxSxHxN, sink_BxSxHx1.astype(jnp.float32)], axis=-1), axis=-1
+  )
+  probs_BxSxHxN = jnp.exp(scores_BxSxHxN - lse_BxSxH[..., None])
+  out = einsum("bshn,bsnc->bshc", probs_BxSxHxN, keys_BxSxNxC).astype(q_BxSxHxC.dtype)
+  mass = None
+  if view.rows_BxSxK is not None:
+    mass = jax.lax.stop_gradient(probs_BxSxHxN[..., W:].sum(2))
+  return Attended(out, lse_BxSxH, mass)

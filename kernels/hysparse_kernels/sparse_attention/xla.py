@@ -1,0 +1,181 @@
+"""Portable backend: a loop over query blocks, forward and backward.
+
+A block holds its window as one slab shared by all its queries (one matrix product) and gathers the
+selected entries of each query. Memory grows with block x (W + K), never with S x T. The backward
+pass recomputes a block's probabilities from the saved log-denominator and adds the gradients of
+gathered rows into one accumulator carried through the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from hysparse_kernels import blocks
+from hysparse_kernels.compat import einsum
+from hysparse_kernels.sparse_attention.view import Attended, View
+
+# Gathered entries of a block, in elements: about 2 MB of float32, so that they stay in cache.
+_GATHER_ELEMENTS = 512 * 1024
+_MAX_BLOCK, _MIN_BLOCK = 64, 4
+
+
+def sparse_attention(
+  q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
+) -> Attended:
+  out, lse, mass = _attend(scale, view.window, q_BxSxHxC, positions_BxS, view, sink_H)
+  return Attended(out, lse, mass)
+
+
+def _block_size(q_BxSxHxC: jax.Array, view: View) -> int:
+  batch, length, _, channels = q_BxSxHxC.shape
+  size = _MAX_BLOCK
+  if view.rows_BxSxK is not None:
+    per_query = max(1, batch * view.rows_BxSxK.shape[-1] * channels)
+    size = max(_MIN_BLOCK, min(size, _GATHER_ELEMENTS // per_query))
+  return min(size, length)
+
+
+def _slabs(view: View, length: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Window rows and tags with W - 1 empty rows in front, and the first slab row of each block."""
+  n = blocks.count(length, size)
+  before = view.window_BxPxC.shape[1] - length
+  front, back = view.window - 1, n * size - length
+  rows = jnp.pad(view.window_BxPxC, ((0, 0), (front, back), (0, 0)))
+  tags = jnp.pad(view.tags_BxP, ((0, 0), (front, back)), constant_values=-1)
+  return rows, tags, before + size * jnp.arange(n)
+
+
+def _inputs(q, positions, view: View, size: int) -> dict[str, jax.Array]:
+  """What the loop runs over, cut into query blocks."""
+  xs = {"q": blocks.split(q, size), "positions": blocks.split(positions, size, fill=-1)}
+  if view.rows_BxSxK is not None:
+    xs["rows"] = blocks.split(view.rows_BxSxK, size, fill=-1)
+  return xs
+
+
+def _block_scores(x, slab_BxLxC, tags_BxL, view: View, scale: float):
+  """Masked scores of one block against its slab and its gathered entries."""
+  q_BxQxHxC, positions_BxQ = x["q"], x["positions"]
+  Q, L, W = q_BxQxHxC.shape[1], slab_BxLxC.shape[1], view.window
+  back_QxL = jnp.arange(Q)[:, None] + (W - 1) - jnp.arange(L)
+  expected_BxQxL = positions_BxQ[..., None] - back_QxL
+  visible_BxQxL = (
+    (back_QxL >= 0) & (back_QxL < W) & (expected_BxQxL >= 0) & (tags_BxL[:, None] == expected_BxQxL)
+  )
+  near = einsum("bqhc,blc->bqhl", q_BxQxHxC, slab_BxLxC) * scale
+  near = jnp.where(visible_BxQxL[:, :, None], near, -jnp.inf)
+  if view.rows_BxSxK is None:
+    return near, None, None
+  rows_BxQxK = x["rows"]
+  chosen_BxQxKxC = _gather(view.entries_BxTxC, rows_BxQxK)
+  far = einsum("bqhc,bqkc->bqhk", q_BxQxHxC, chosen_BxQxKxC) * scale
+  selected_BxQxK = (rows_BxQxK >= 0) & (positions_BxQ[..., None] >= 0)
+  return near, jnp.where(selected_BxQxK[:, :, None], far, -jnp.inf), chosen_BxQxKxC
+
+
+def _gather(entries_BxTxC: jax.Array, rows_BxQxK: jax.Array) -> jax.Array:
+  rows = jnp.maximum(rows_BxQxK, 0)
+  return jax.vmap(lambda e, r: e.at[r].get(mode="promise_in_bounds"))(entries_BxTxC, rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(scale, window, q, positions, view, sink):
+  return _forward(scale, window, q, positions, view, sink)[0]
+
+
+def _forward(scale, window, q, positions, view: View, sink):
+  del window  # static part of the view
+  length, size = q.shape[1], _block_size(q, view)
+  rows, tags, starts = _slabs(view, length, size)
+  slab = size + view.window - 1
+
+  def block(x):
+    slab_BxLxC = jax.lax.dynamic_slice_in_dim(rows, x["start"], slab, 1)
+    tags_BxL = jax.lax.dynamic_slice_in_dim(tags, x["start"], slab, 1)
+    near, far, chosen = _block_scores(x, slab_BxLxC, tags_BxL, view, scale)
+    sink_H = sink.astype(jnp.float32)
+    top = jnp.maximum(near.max(-1), sink_H)
+    if far is not None:
+      top = jnp.maximum(top, far.max(-1))
+    p_near = jnp.exp(near - top[..., None])
+    total = p_near.sum(-1) + jnp.exp(sink_H - top)
+    out = einsum("bqhl,blc->bqhc", p_near, slab_BxLxC)
+    result = {}
+    if far is not None:
+      p_far = jnp.exp(far - top[..., None])
+      total += p_far.sum(-1)
+      out += einsum("bqhk,bqkc->bqhc", p_far, chosen)
+      result["mass"] = (p_far / total[..., None]).sum(2)
+    result["out"] = (out / total[..., None]).astype(q.dtype)
+    result["lse"] = top + jnp.log(total)
+    return result
+
+  xs = _inputs(q, positions, view, size) | {"start": starts}
+  result = {k: blocks.join(v, length) for k, v in jax.lax.map(block, xs).items()}
+  out, lse = result["out"], result["lse"]
+  return (out, lse, result.get("mass")), (q, positions, view, sink, out, lse)
+
+
+def _backward(scale, window, saved, gradients):
+  del window
+  q, positions, view, sink, out, lse = saved
+  d_out, d_lse, _ = gradients
+  length, size = q.shape[1], _block_size(q, view)
+  rows, tags, starts = _slabs(view, length, size)
+  slab = size + view.window - 1
+  # Softmax backward: dscore = p * (dp - pull), with pull = sum(dout * out) - dlse.
+  pull = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
+
+  def block(carry, x):
+    d_rows, d_entries, d_sink = carry
+    slab_BxLxC = jax.lax.dynamic_slice_in_dim(rows, x["start"], slab, 1)
+    tags_BxL = jax.lax.dynamic_slice_in_dim(tags, x["start"], slab, 1)
+    near, far, chosen = _block_scores(x, slab_BxLxC, tags_BxL, view, scale)
+    q_BxQxHxC, d_out_BxQxHxC = x["q"], x["d_out"]
+    lse_x, pull_x = x["lse"][..., None], x["pull"][..., None]
+
+    p = jnp.exp(near - lse_x)
+    ds = p * (einsum("bqhc,blc->bqhl", d_out_BxQxHxC, slab_BxLxC) - pull_x)
+    d_q = einsum("bqhl,blc->bqhc", ds, slab_BxLxC) * scale
+    d_slab = einsum("bqhl,bqhc->blc", ds, q_BxQxHxC) * scale
+    d_slab += einsum("bqhl,bqhc->blc", p, d_out_BxQxHxC)
+    old = jax.lax.dynamic_slice_in_dim(d_rows, x["start"], slab, 1)
+    d_rows = jax.lax.dynamic_update_slice_in_dim(d_rows, old + d_slab, x["start"], 1)
+    if far is not None:
+      p = jnp.exp(far - lse_x)
+      ds = p * (einsum("bqhc,bqkc->bqhk", d_out_BxQxHxC, chosen) - pull_x)
+      d_q += einsum("bqhk,bqkc->bqhc", ds, chosen) * scale
+      d_chosen = einsum("bqhk,bqhc->bqkc", ds, q_BxQxHxC) * scale
+      d_chosen += einsum("bqhk,bqhc->bqkc", p, d_out_BxQxHxC)
+      # Unselected places have p = ds = 0, so they add nothing to row 0.
+      batch = jnp.arange(q.shape[0])[:, None, None]
+      d_entries = d_entries.at[batch, jnp.maximum(x["rows"], 0)].add(d_chosen)
+    d_sink -= (jnp.exp(sink - x["lse"]) * x["pull"] * x["real"][..., None]).sum((0, 1))
+    return (d_rows, d_entries, d_sink), d_q
+
+  xs = _inputs(q, positions, view, size)
+  xs |= {"start": starts, "d_out": blocks.split(d_out, size), "lse": blocks.split(lse, size)}
+  xs |= {"pull": blocks.split(pull, size)}
+  xs |= {"real": blocks.split(jnp.ones(q.shape[:2], jnp.float32), size)}
+  entries = view.entries_BxTxC
+  carry = (
+    jnp.zeros(rows.shape, jnp.float32),
+    None if entries is None else jnp.zeros(entries.shape, jnp.float32),
+    jnp.zeros(sink.shape, jnp.float32),
+  )
+  (d_rows, d_entries, d_sink), d_q = jax.lax.scan(block, carry, xs)
+  P = view.window_BxPxC.shape[1]
+  d_view = View(
+    window_BxPxC=d_rows[:, view.window - 1 :][:, :P].astype(view.window_BxPxC.dtype),
+    tags_BxP=None,
+    entries_BxTxC=None if entries is None else d_entries.astype(entries.dtype),
+    rows_BxSxK=None,
+    window=view.window,
+  )
+  return blocks.join(d_q, length).astype(q.dtype), None, d_view, d_sink.astype(sink.dtype)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,115 @@
+"""The indexer: backends against the plain definition, the tie contract, and the pool."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hysparse_kernels.indexer import Pool, score_rows, select
+from hysparse_kernels.indexer.specs import SPECS, Spec
+from hysparse_kernels.selection import top_visible
+
+# Scores are sums of up to 32 heads x 128 products; two orders of summation differ by this much.
+SCORE_TOLERANCE = 2e-5
+
+by_name = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+both = pytest.mark.parametrize("backend", ["reference", "xla"])
+
+
+def oracle(q_BxSxIxD, k_BxTxD, weights_BxSxI, lo_BxS, hi_BxS, top_k, block_size=8, pool_blocks=0):
+  """Float64 scores and a stable sort: ties go to the lower entry by construction."""
+  q, k, w = (np.asarray(x, np.float64) for x in (q_BxSxIxD, k_BxTxD, weights_BxSxI))
+  scores = np.einsum("bsit,bsi->bst", np.maximum(np.einsum("bsid,btd->bsit", q, k), 0), w)
+  rows = np.full((*scores.shape[:2], min(top_k, scores.shape[-1])), -1)
+  pools = []
+  for b, s in np.ndindex(scores.shape[:2]):
+    lo, hi = int(lo_BxS[b, s]), int(hi_BxS[b, s])
+    best = lo + np.argsort(-scores[b, s, lo:hi], kind="stable")[:top_k]
+    rows[b, s, : len(best)] = np.sort(best)
+    blocks = sorted({t // block_size for t in range(lo, hi)})
+    value = {j: max(scores[b, s, t] for t in range(lo, hi) if t // block_size == j) for j in blocks}
+    if blocks:
+      value[(hi - 1) // block_size] = np.inf
+    pools.append(sorted(sorted(blocks, key=lambda j: (-value[j], j))[:pool_blocks]))
+  return rows, pools
+
+
+@by_name
+@both
+def test_selection_and_pool_equal_a_stable_sort(spec, backend):
+  arguments = spec.arguments()
+  result = select(**arguments, backend=backend)
+  rows, pools = oracle(**arguments)
+  np.testing.assert_array_equal(result.rows_BxSxK, rows)
+  got = np.asarray(result.pool.blocks_BxSxN).reshape(len(pools), -1)
+  assert [[j for j in row if j >= 0] for row in got.tolist()] == pools
+  if spec.name not in ("k_above_entries",):
+    visible = np.asarray(arguments["hi_BxS"] - arguments["lo_BxS"])
+    assert (visible > spec.top_k).any(), "nothing was really dropped"
+
+
+@both
+@pytest.mark.parametrize("blocks", [1, 2, 40])
+def test_a_pool_restricts_to_whole_blocks_and_pads_when_small(backend, blocks):
+  spec = Spec("pooled", batch=2, queries=5, before=900, top_k=9, pool_blocks=blocks)
+  arguments = spec.arguments()
+  pool = select(**arguments, backend="reference").pool
+  arguments["pool_blocks"] = 0
+  rng = np.random.default_rng(1)
+  arguments["q_BxSxIxD"] = jnp.asarray(rng.normal(size=arguments["q_BxSxIxD"].shape), jnp.float32)
+  rows = np.asarray(select(**arguments, within=pool, backend=backend).rows_BxSxK)
+  free = np.asarray(select(**arguments, backend=backend).rows_BxSxK)
+  assert (rows != free).any(), "the pool excluded nothing"
+  mask = np.asarray(pool.mask(arguments["k_BxTxD"].shape[1]))
+  hi = np.asarray(arguments["hi_BxS"])
+  for b, s in np.ndindex(rows.shape[:2]):
+    chosen = rows[b, s][rows[b, s] >= 0]
+    allowed = mask[b, s, : hi[b, s]].sum()
+    assert len(chosen) == min(spec.top_k, allowed)
+    assert mask[b, s, chosen].all() and (chosen < hi[b, s]).all()
+  want = select(**arguments, within=pool, backend="reference").rows_BxSxK
+  np.testing.assert_array_equal(rows, want)
+
+
+def test_gathering_the_pool_and_masking_it_agree():
+  """The static rule picks by size; both paths must give the same entries."""
+  wide = Spec("wide", queries=6, before=1200, top_k=12, pool_blocks=20, ties=True)
+  arguments = wide.arguments()
+  pool = select(**arguments, backend="xla").pool
+  arguments["pool_blocks"] = 0
+  gathered = select(**arguments, within=pool, backend="xla").rows_BxSxK
+  padded = Pool(jnp.pad(pool.blocks_BxSxN, ((0, 0), (0, 0), (0, 300)), constant_values=-1), 4)
+  masked = select(**arguments, within=padded, backend="xla").rows_BxSxK
+  np.testing.assert_array_equal(gathered, masked)
+
+
+def test_nan_never_selects_and_negative_zero_ties_with_zero():
+  scores = jnp.array([[0.0, -0.0, jnp.nan, 0.0, -1.0, 2.0]])
+  visible = jnp.ones((1, 6), bool)
+  np.testing.assert_array_equal(top_visible(scores, visible, 3), [[0, 1, 5]])
+  np.testing.assert_array_equal(top_visible(scores, visible, 6), [[0, 1, 3, 4, 5, -1]])
+  np.testing.assert_array_equal(top_visible(scores, visible.at[0, 5].set(False), 2), [[0, 1]])
+
+
+@both
+def test_nan_keys_select_nothing_and_hurt_nobody(backend):
+  arguments = Spec("nan", queries=6, before=30, pool_blocks=0).arguments()
+  arguments["k_BxTxD"] = arguments["k_BxTxD"].at[0, 3].set(jnp.nan)
+  rows = np.asarray(select(**arguments, backend=backend).rows_BxSxK)
+  assert (rows >= 0).all() and not (rows == 3).any()
+
+
+@by_name
+def test_scores_of_rows_and_their_gradients_equal_the_reference(spec):
+  arguments = spec.arguments()
+  rows = select(**arguments).rows_BxSxK
+  inputs = tuple(arguments[n] for n in ("q_BxSxIxD", "k_BxTxD", "weights_BxSxI"))
+  weight = jnp.asarray(np.random.default_rng(2).normal(size=rows.shape), jnp.float32)
+
+  def loss(inputs, backend):
+    scores = score_rows(*inputs, rows, backend=backend)
+    return jnp.where(rows >= 0, scores * weight, 0.0).sum()
+
+  got, want = (jax.value_and_grad(loss)(inputs, b) for b in ("xla", "reference"))
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    scale = max(1.0, float(jnp.abs(b).max()))
+    np.testing.assert_allclose(a, b, atol=SCORE_TOLERANCE * scale, rtol=0)
