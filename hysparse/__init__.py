@@ -2,7 +2,7 @@
 
 Names resolve lazily, so that counting bytes never loads a model:
 
-    from hysparse import Config, Batch, create, forward, footprint
+    from hysparse import Batch, create, forward, load_config
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import importlib
 from typing import Any
 
 _HOME = {
-  "Batch": "hysparse.nn.batch",
-  "Config": "hysparse.config",
-  "ConfigError": "hysparse.config",
-  "ModelConfig": "hysparse.config",
-  "Schedule": "hysparse.schedule",
-  "ScheduleError": "hysparse.schedule",
-  "create": "hysparse.nn.model",
-  "forward": "hysparse.nn.model",
+  "Batch": "hysparse.nn.batch:Batch",
+  "Config": "hysparse.config:Config",
+  "ConfigError": "hysparse.config:ConfigError",
+  "ModelConfig": "hysparse.config:ModelConfig",
+  "Schedule": "hysparse.schedule:Schedule",
+  "ScheduleError": "hysparse.schedule:ScheduleError",
+  "create": "hysparse.nn.model:create",
+  "forward": "hysparse.nn.model:forward",
+  "load_config": "hysparse.config_file:load",
 }
 
 __all__ = sorted(_HOME)
@@ -27,7 +28,8 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
   if name not in _HOME:
     raise AttributeError(f"module 'hysparse' has no attribute '{name}'; it has {sorted(_HOME)}")
-  return getattr(importlib.import_module(_HOME[name]), name)
+  module, attribute = _HOME[name].split(":")
+  return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hysparse_kernels.engram.reference import DOT_FLOOR
 
@@ -61,8 +60,7 @@ def _backward(eps, saved, dy_NxMxD):
   dvalue_NxD = jnp.sum(gate_NxM[..., None] * dy, axis=1)
   dweight_MxD = jnp.sum(dsum_NxMx1 * x * key, axis=0)
   gradients = (dx_NxMxD, dkey_NxMxD, dvalue_NxD, dweight_MxD * k_weight, dweight_MxD * q_weight)
-  no_gradient = np.zeros(gate_NxM.shape[0], jax.dtypes.float0)
-  return (*(g.astype(a.dtype) for g, a in zip(gradients, inputs, strict=True)), no_gradient)
+  return (*(g.astype(a.dtype) for g, a in zip(gradients, inputs, strict=True)), None)
 
 
 gate.defvjp(_forward, _backward)

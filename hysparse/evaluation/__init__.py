@@ -1,0 +1,1 @@
+"""Tasks and metrics: how good a model is, beside baselines over the same tokens."""

@@ -1,0 +1,1 @@
+"""Text in files becomes batches of packed rows; `pipeline.load_data` is what the trainer calls."""

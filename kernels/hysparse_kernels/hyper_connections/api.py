@@ -1,0 +1,94 @@
+"""The operations as callers see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+from hysparse_kernels import dispatch
+from hysparse_kernels.hyper_connections import reference, xla
+
+_COEFFICIENTS = {"reference": reference.coefficients, "xla": xla.coefficients}
+_FOLD = {"reference": reference.fold, "xla": xla.fold}
+_UPDATE = {"reference": reference.update, "xla": xla.update}
+
+
+class Coefficients(NamedTuple):
+  """What one sublayer computes from the streams that enter it, float32.
+
+  In the single-pass model `pre` folds the streams for the NEXT sublayer, `post` and `comb` update
+  them after this one.
+  """
+
+  pre_NxM: Float[Array, "N M"]
+  post_NxM: Float[Array, "N M"]
+  comb_NxMxM: Float[Array, "N M M"]
+
+
+def coefficients(
+  x_NxMxD: Float[Array, "N M D"],
+  fn_QxP: Float[Array, "Q P"],
+  base_Q: Float[Array, "Q"],
+  scale_3: Float[Array, "3"],
+  *,
+  iters: int,
+  eps: float,
+  norm_eps: float,
+  backend: str = "auto",
+) -> Coefficients:
+  """The mixing coefficients of a sublayer; `comb` is nearly doubly stochastic (Sinkhorn).
+
+  Computed in float32. The Q = (2 + M) M mixes are ordered pre, post, comb (row-major).
+
+  Args:
+    fn_QxP: one row for each mix, over the P = M D channels of all streams, stream-major.
+    base_Q: added to the scaled mixes.
+    scale_3: factors on the mixes of pre, post and comb.
+    iters: normalisations of comb's columns, at least 1; its rows are normalised in between.
+    eps: added to pre, to comb after its softmax and to every sum it is divided by.
+    norm_eps: joins the mean square of the P channels.
+
+  Raises:
+    ValueError: parameters whose shapes do not fit the streams, or fewer than 1 iteration.
+
+  Source: arXiv 2609.19969, single-pass mHC.
+  """
+  _, streams, width = x_NxMxD.shape
+  mixes = (2 + streams) * streams
+  for name, array, shape in (
+    ("fn_QxP", fn_QxP, (mixes, streams * width)),
+    ("base_Q", base_Q, (mixes,)),
+    ("scale_3", scale_3, (3,)),
+  ):
+    if array.shape != shape:
+      raise ValueError(
+        f"{name}: has shape {array.shape}; must be {shape} for {streams} streams of {width}"
+      )
+  if iters < 1:
+    raise ValueError(f"iters: is {iters}; must be at least 1")
+  run = dispatch.select("hyper_connections.coefficients", backend, _COEFFICIENTS)
+  return Coefficients(*run(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps))
+
+
+def fold(
+  x_NxMxD: Float[Array, "N M D"], pre_NxM: Float[Array, "N M"], *, backend: str = "auto"
+) -> Float[Array, "N D"]:
+  """What a sublayer reads: sum_m pre[m] x[m], summed in float32, in x's dtype."""
+  return dispatch.select("hyper_connections.fold", backend, _FOLD)(x_NxMxD, pre_NxM)
+
+
+def update(
+  x_NxMxD: Float[Array, "N M D"],
+  y_NxD: Float[Array, "N D"],
+  post_NxM: Float[Array, "N M"],
+  comb_NxMxM: Float[Array, "N M M"],
+  *,
+  backend: str = "auto",
+) -> Float[Array, "N M D"]:
+  """The streams after a sublayer: x'[j] = post[j] y + sum_i comb[i, j] x[i].
+
+  The summed axis is comb's first. Computed in float32, in x's dtype.
+  """
+  run = dispatch.select("hyper_connections.update", backend, _UPDATE)
+  return run(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)

@@ -1,0 +1,153 @@
+"""Choices sorted by expert, computed in blocks of rows that share one.
+
+Sorting the N A choices makes each expert's rows one run, which is cut into blocks of equal size. A
+loop over the blocks (as many as there really are, so that skewed routing costs no more than even)
+reads the rows, slices the expert's weights and writes its rows of the result. The last block of a
+run reaches into the next one: those rows are overwritten by their own block, and masked where
+blocks are summed. Results return to their tokens by a gather, never by scattered additions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hysparse_kernels.compat import einsum
+from hysparse_kernels.moe.activation import swiglu
+from hysparse_kernels.moe.balance import expert_load
+
+MAX_BLOCK = 128  # rows; what larger ones win, they waste in the last block of each run
+
+
+def block_rows(tokens: int, active: int, experts: int) -> int:
+  """Rows of a block: about the mean run, so that few experts' blocks are mostly empty."""
+  mean = max(1, tokens * active // experts)
+  return min(MAX_BLOCK, max(1 << (mean - 1).bit_length(), min(tokens, 4)))
+
+
+class Plan(NamedTuple):
+  """Where every choice goes: R = N A + rows sorted rows, so that every block stays inside."""
+
+  rows: int  # of a block
+  blocks: jax.Array  # how many blocks there are
+  expert: jax.Array  # of each block
+  first: jax.Array  # row of each block
+  filled: jax.Array  # rows of each block, at least 1, that belong to its expert
+  choice_R: jax.Array  # token * A + a
+  row_NxA: jax.Array
+  used_NxA: jax.Array
+
+  def read(self, values_R: jax.Array, block: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(values_R, self.first[block], self.rows)
+
+  def write(self, into_R: jax.Array, values: jax.Array, block: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(into_R, values, self.first[block], 0)
+
+  def gather(self, values_R: jax.Array) -> jax.Array:
+    """[R, ...] to [N, A, ...], 0 where a choice is no expert."""
+    used = jnp.expand_dims(self.used_NxA, range(2, 1 + values_R.ndim))
+    return jnp.where(used, values_R[self.row_NxA], 0)
+
+
+def make_plan(ids_NxA: jax.Array, experts: int) -> Plan:
+  choices = ids_NxA.size
+  rows = block_rows(*ids_NxA.shape, experts)
+  used_NxA = (ids_NxA >= 0) & (ids_NxA < experts)
+  order = jnp.argsort(jnp.where(used_NxA, ids_NxA, experts).reshape(-1), stable=True)
+  row = jnp.zeros_like(order).at[order].set(jnp.arange(choices), unique_indices=True)
+
+  load_E = expert_load(ids_NxA, experts)
+  blocks_E = -(-load_E // rows)
+  ends_E = jnp.cumsum(blocks_E)
+  # Full blocks, and one that is not full for each expert that has any rows.
+  block = jnp.arange(choices // rows + min(experts, choices))
+  expert = jnp.searchsorted(ends_E, block, side="right").astype(jnp.int32)
+  before = (block - (ends_E - blocks_E)[expert]) * rows  # rows of the run in earlier blocks
+  return Plan(
+    rows=rows,
+    blocks=ends_E[-1],
+    expert=expert,
+    first=(jnp.cumsum(load_E) - load_E)[expert] + before,
+    filled=jnp.minimum(load_E[expert] - before, rows),
+    choice_R=jnp.pad(order, (0, rows)),
+    row_NxA=row.reshape(ids_NxA.shape),
+    used_NxA=used_NxA,
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def moe(
+  x_NxD: jax.Array,
+  ids_NxA: jax.Array,
+  weights_NxA: jax.Array,
+  w_gate_ExDxF: jax.Array,
+  w_up_ExDxF: jax.Array,
+  w_down_ExFxD: jax.Array,
+  limit: float,
+) -> jax.Array:
+  plan = make_plan(ids_NxA, w_gate_ExDxF.shape[0])
+  token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
+
+  def block(i, y_RxD):
+    expert = plan.expert[i]
+    x = x_NxD[plan.read(token_R, i)]
+    gate = einsum("rd,df->rf", x, w_gate_ExDxF[expert])
+    up = einsum("rd,df->rf", x, w_up_ExDxF[expert])
+    inner = plan.read(weights_R, i)[:, None] * swiglu(gate, up, limit)
+    return plan.write(y_RxD, einsum("rf,fd->rd", inner.astype(x.dtype), w_down_ExFxD[expert]), i)
+
+  y_RxD = jnp.zeros((token_R.shape[0], x_NxD.shape[1]), jnp.float32)
+  y_RxD = lax.fori_loop(0, plan.blocks, block, y_RxD)
+  return plan.gather(y_RxD).sum(1).astype(x_NxD.dtype)
+
+
+def _forward(x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD, limit):
+  inputs = (x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD)
+  return moe(*inputs, limit), inputs
+
+
+def _backward(limit, inputs, dy_NxD):
+  """Recomputes each block's activations; gradients of the weights are summed in place."""
+  x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD = inputs
+  plan = make_plan(ids_NxA, w_gate_ExDxF.shape[0])
+  token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
+
+  def block(i, sums):
+    dx_RxD, dweights_R, dw_gate, dw_up, dw_down = sums
+    expert, tokens = plan.expert[i], plan.read(token_R, i)
+    weights = plan.read(weights_R, i)[:, None]
+    w_gate, w_up, w_down = w_gate_ExDxF[expert], w_up_ExDxF[expert], w_down_ExFxD[expert]
+    # Rows of other experts become 0 on both ends, and so does all that they contribute.
+    mine = (jnp.arange(plan.rows) < plan.filled[i])[:, None]
+    x, dy = jnp.where(mine, x_NxD[tokens], 0), jnp.where(mine, dy_NxD[tokens], 0)
+
+    gate, up = einsum("rd,df->rf", x, w_gate), einsum("rd,df->rf", x, w_up)
+    active, activation_vjp = jax.vjp(functools.partial(swiglu, limit=limit), gate, up)
+    dinner = einsum("rd,fd->rf", dy, w_down)
+    dgate, dup = (d.astype(x.dtype) for d in activation_vjp(weights * dinner))
+    inner = (weights * active).astype(x.dtype)
+    dx = einsum("rf,df->rd", dgate, w_gate) + einsum("rf,df->rd", dup, w_up)
+    return (
+      plan.write(dx_RxD, dx, i),
+      plan.write(dweights_R, (dinner * active).sum(1), i),
+      dw_gate.at[expert].add(einsum("rd,rf->df", x, dgate)),
+      dw_up.at[expert].add(einsum("rd,rf->df", x, dup)),
+      dw_down.at[expert].add(einsum("rf,rd->fd", inner, dy)),
+    )
+
+  shapes = ((token_R.shape[0], x_NxD.shape[1]), token_R.shape, *(w.shape for w in inputs[3:]))
+  sums = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+  dx_RxD, dweights_R, *dw = lax.fori_loop(0, plan.blocks, block, sums)
+  return (
+    plan.gather(dx_RxD).sum(1).astype(x_NxD.dtype),
+    None,
+    plan.gather(dweights_R).astype(weights_NxA.dtype),
+    *(d.astype(w.dtype) for d, w in zip(dw, inputs[3:], strict=True)),
+  )
+
+
+moe.defvjp(_forward, _backward)

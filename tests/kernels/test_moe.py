@@ -1,0 +1,291 @@
+"""Mixture of experts: the experts and their gradients against float64, and the balance."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hysparse_kernels.moe import (
+  expert_load,
+  moe,
+  sequence_balance_loss,
+  swiglu,
+)
+from hysparse_kernels.moe.specs import SPECS
+from hysparse_kernels.moe.xla import MAX_BLOCK, make_plan
+
+# float32 sums of up to 331 products of unit size, against float64, relative to the largest value.
+TOLERANCE = 3e-6
+# The inner activation and the result are rounded to bfloat16, the sums are not.
+BFLOAT16_TOLERANCE = 2**-6
+
+by_name = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+both = pytest.mark.parametrize("backend", ["reference", "xla"])
+
+WEIGHTS = ("w_gate_ExDxF", "w_up_ExDxF", "w_down_ExFxD")
+DIFFERENTIABLE = ("x_NxD", "weights_NxA", *WEIGHTS)
+
+
+def spec_named(name):
+  return next(spec for spec in SPECS if spec.name == name)
+
+
+def assert_close(got, want, tolerance, name=""):
+  got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+  limit = tolerance * max(np.abs(want).max(), 1e-3)
+  np.testing.assert_allclose(got, want, rtol=0, atol=limit, err_msg=name)
+
+
+# --- Experts -----------------------------------------------------------------------------------
+
+
+def moe_in_float64(x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD, limit):
+  x, weights, w1, w3, w2 = (
+    np.asarray(a, np.float64) for a in (x_NxD, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD)
+  )
+  y = np.zeros_like(x)
+  for (n, a), e in np.ndenumerate(np.asarray(ids_NxA)):
+    if e >= 0:
+      gate, up = x[n] @ w1[e], x[n] @ w3[e]
+      if limit > 0:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+      y[n] += (weights[n, a] * gate / (1 + np.exp(-gate)) * up) @ w2[e]
+  return y
+
+
+@functools.cache
+def compiled(backend, limit):
+  return jax.jit(functools.partial(moe, limit=limit, backend=backend))
+
+
+@functools.cache
+def compiled_with_gradients(backend, limit):
+  """y and the gradients of sum(y * cotangent): one compilation serves all tests of a spec."""
+
+  def loss(values, ids_NxA, cotangent):
+    y = moe(**values, ids_NxA=ids_NxA, limit=limit, backend=backend)
+    return jnp.sum(y.astype(jnp.float32) * cotangent), y
+
+  return jax.jit(jax.grad(loss, has_aux=True))
+
+
+def run(arguments, backend, seed=1):
+  """(y, gradients by name, the cotangent)."""
+  cotangent = np.random.default_rng(seed).normal(size=arguments["x_NxD"].shape)
+  values = {name: arguments[name] for name in DIFFERENTIABLE}
+  step = compiled_with_gradients(backend, arguments["limit"])
+  grads, y = step(values, arguments["ids_NxA"], cotangent.astype(np.float32))
+  return y, grads, cotangent
+
+
+@by_name
+@both
+def test_experts_equal_float64(spec, backend):
+  arguments = spec.arguments()
+  want = moe_in_float64(**arguments)
+  got, _, _ = run(arguments, backend)
+  assert got.dtype == arguments["x_NxD"].dtype
+  assert_close(got, want, BFLOAT16_TOLERANCE if spec.dtype == "bfloat16" else TOLERANCE)
+
+
+@by_name
+def test_gradients_agree(spec):
+  arguments = spec.arguments()
+  want, got = (run(arguments, backend)[1] for backend in ("reference", "xla"))
+  tolerance = BFLOAT16_TOLERANCE if spec.dtype == "bfloat16" else TOLERANCE
+  for name in DIFFERENTIABLE:
+    assert got[name].dtype == arguments[name].dtype
+    assert_close(got[name], want[name], tolerance, name)
+
+
+@both
+@pytest.mark.parametrize("name", ["odd_sizes", "clamped", "fewer_than_a"])
+def test_gradients_equal_finite_differences(name, backend):
+  arguments = spec_named(name).arguments()
+  _, got, cotangent = run(arguments, backend)
+  rng = np.random.default_rng(2)
+  for argument, grad in got.items():
+    direction = rng.normal(size=grad.shape)
+    ahead, behind = (
+      (moe_in_float64(**(arguments | {argument: moved})) * cotangent).sum()
+      for moved in (
+        np.asarray(arguments[argument], np.float64) + h * direction for h in (1e-6, -1e-6)
+      )
+    )
+    slope = (ahead - behind) / 2e-6
+    size = np.linalg.norm(grad) * np.linalg.norm(direction)
+    assert abs(slope - (np.asarray(grad, np.float64) * direction).sum()) < 1e-5 * size, argument
+
+
+def test_the_specs_clamp_and_leave_experts_empty():
+  """What the tests above rely on."""
+  arguments = spec_named("clamped").arguments()
+  gate = np.einsum("nd,edf->nef", arguments["x_NxD"], arguments["w_gate_ExDxF"])
+  assert (gate > 0.5).mean() > 0.1
+  assert (gate < -0.5).mean() > 0.1
+  for name in ("empty_experts", "more_experts_than_rows", "one_expert_gets_all"):
+    spec = spec_named(name)
+    assert (expert_load(spec.arguments()["ids_NxA"], spec.experts) == 0).any()
+  assert (spec_named("fewer_than_a").arguments()["ids_NxA"] < 0).all(1).any()
+
+
+@both
+@pytest.mark.parametrize("name", ["empty_experts", "fewer_than_a"])
+def test_what_is_not_routed_gets_exactly_nothing(name, backend):
+  spec = spec_named(name)
+  arguments = spec.arguments()
+  ids = np.asarray(arguments["ids_NxA"])
+  y, grads, _ = run(arguments, backend)
+  empty = np.asarray(expert_load(arguments["ids_NxA"], spec.experts)) == 0
+  for weight in WEIGHTS:
+    np.testing.assert_array_equal(grads[weight][empty], 0)
+    assert (np.abs(np.asarray(grads[weight])[~empty]).max((1, 2)) > 0).all()
+  np.testing.assert_array_equal(grads["weights_NxA"][ids < 0], 0)
+  nowhere = (ids < 0).all(1)
+  np.testing.assert_array_equal(y[nowhere], 0)
+  np.testing.assert_array_equal(grads["x_NxD"][nowhere], 0)
+
+
+@both
+@pytest.mark.parametrize("bad", [-1, -7, 5, 2**31 - 1])
+def test_an_id_that_is_no_expert_never_indexes(bad, backend):
+  arguments = spec_named("even").arguments()
+  dropped = np.random.default_rng(0).random(arguments["ids_NxA"].shape) < 0.4
+  limit = arguments.pop("limit")
+  arguments["weights_NxA"] = jnp.where(dropped, 0, arguments["weights_NxA"])
+  want = compiled(backend, limit)(**arguments)
+  arguments["ids_NxA"] = jnp.where(dropped, bad, arguments["ids_NxA"])
+  arguments["weights_NxA"] = jnp.where(dropped, 3.0, arguments["weights_NxA"])
+  assert_close(compiled(backend, limit)(**arguments), want, TOLERANCE)
+
+
+@both
+def test_where_bfloat16_is_rounded(backend):
+  """Once after weight * activation and once at the end: any other order gives another result."""
+  bf16 = lambda value: float(jnp.bfloat16(value))  # noqa: E731
+  weight, down, active = 1.3, 1.25, 4 / (1 + np.exp(-2.0))  # both halves are clamped to 2
+  want = bf16(bf16(weight * active) * down)
+  others = (
+    bf16(weight * active * down),
+    bf16(weight * bf16(active) * down),
+    bf16(weight * bf16(bf16(active) * down)),
+  )
+  assert want not in others
+  fill = lambda value, rank: jnp.full((1,) * rank, value, jnp.bfloat16)  # noqa: E731
+  got = compiled(backend, 2.0)(
+    x_NxD=fill(9.0, 2),
+    ids_NxA=jnp.zeros((1, 1), jnp.int32),
+    weights_NxA=jnp.full((1, 1), weight, jnp.float32),
+    w_gate_ExDxF=fill(1.0, 3),
+    w_up_ExDxF=fill(1.0, 3),
+    w_down_ExFxD=fill(down, 3),
+  )
+  assert got[0, 0] == want
+
+
+@pytest.mark.parametrize(
+  ("tokens", "active", "experts"), [(1, 3, 4), (2, 1, 13), (30, 4, 13), (211, 2, 4), (300, 1, 2)]
+)
+def test_blocks_cover_every_choice_once_and_few_rows_are_wasted(tokens, active, experts):
+  run = jax.jit(make_plan, static_argnums=1)
+  for seed in range(6):
+    rng = np.random.default_rng(seed)
+    ids = (experts * rng.random((tokens, active)) ** (1 + seed)).astype(np.int32) - seed % 2
+    plan = jax.tree.map(np.asarray, run(ids, experts))
+    used = (ids >= 0) & (ids < experts)
+    np.testing.assert_array_equal(plan.used_NxA, used)
+    seen = []
+    for i in range(plan.blocks):
+      first, filled = plan.first[i], plan.filled[i]
+      assert 1 <= filled <= plan.rows
+      assert first + plan.rows <= len(plan.choice_R)
+      mine = plan.choice_R[first : first + filled]
+      assert (ids.reshape(-1)[mine] == plan.expert[i]).all()
+      seen += mine.tolist()
+    assert sorted(seen) == np.flatnonzero(used).tolist()
+    np.testing.assert_array_equal(plan.choice_R[plan.row_NxA].reshape(-1), np.arange(ids.size))
+    assert plan.blocks <= used.sum() // plan.rows + len(np.unique(ids[used]))
+    assert plan.rows <= min(MAX_BLOCK, max(4, 2 * tokens * active / experts))
+
+
+def test_swiglu_clamps_the_gate_above_only_and_up_on_both_sides():
+  gate = jnp.array([-50.0, -3.0, 0.5, 3.0, 50.0], jnp.bfloat16)
+  silu = lambda g: g / (1 + np.exp(-g))  # noqa: E731
+  got = swiglu(gate, jnp.ones(5), limit=2.0)
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, silu(np.array([-50.0, -3.0, 0.5, 2.0, 2.0])), rtol=1e-6)
+  up = jnp.array([-9.0, -1.0, 1.0, 9.0])
+  np.testing.assert_allclose(
+    swiglu(jnp.ones(4), up, limit=2.0), silu(1.0) * np.array([-2, -1, 1, 2]), rtol=1e-6
+  )
+  np.testing.assert_allclose(swiglu(gate, jnp.full(5, 9.0), 0.0)[-1], 450, rtol=1e-6)
+
+
+def test_a_negative_limit_is_refused():
+  arguments = spec_named("one_token").arguments() | {"limit": -1.0}
+  with pytest.raises(ValueError, match=r"limit: is -1\.0; must be 0"):
+    moe(**arguments)
+
+
+# --- Balance -----------------------------------------------------------------------------------
+
+balance_loss = jax.jit(sequence_balance_loss)
+
+
+def test_load_counts_choices_and_ignores_no_expert():
+  ids = np.random.default_rng(0).integers(-1, 7, (3, 50, 4))
+  got = expert_load(jnp.asarray(ids), 8)
+  np.testing.assert_array_equal(got, np.bincount(ids[ids >= 0], minlength=8))
+  assert got.dtype == jnp.int32
+  assert (ids < 0).any()
+
+
+def balance_in_float64(scores, ids, valid):
+  total = 0.0
+  for scores_s, ids_s, valid_s in zip(np.float64(scores), ids, valid, strict=True):
+    tokens, experts = valid_s.sum(), scores.shape[-1]
+    if not tokens:
+      continue
+    for e in range(experts):
+      count = (ids_s[valid_s] == e).sum()
+      f = experts / (ids.shape[-1] * tokens) * count
+      share = [s[e] / s.sum() for s in scores_s[valid_s]]
+      total += f * np.sum(share) / tokens
+  return total / len(scores)
+
+
+def balance_arguments():
+  rng = np.random.default_rng(0)
+  scores = rng.uniform(0.01, 1, (3, 20, 6)).astype(np.float32)
+  ids = np.argsort(-scores, axis=-1)[..., :2].astype(np.int32)
+  valid = np.arange(20) < np.array([[20], [7], [0]])
+  return scores, ids, valid
+
+
+def test_balance_loss_equals_its_definition():
+  scores, ids, valid = balance_arguments()
+  got = balance_loss(scores, ids, valid)
+  np.testing.assert_allclose(got, balance_in_float64(scores, ids, valid), rtol=1e-6)
+  elsewhere = np.where(valid[..., None], ids, 5), np.where(valid[..., None], scores, 9.0)
+  np.testing.assert_array_equal(balance_loss(elsewhere[1], elsewhere[0], valid), got)
+
+
+def test_balance_loss_gradient_passes_through_the_scores_alone():
+  scores, ids, valid = balance_arguments()
+  grad = np.asarray(jax.jit(jax.grad(sequence_balance_loss))(scores, ids, valid), np.float64)
+  np.testing.assert_array_equal(grad[~valid], 0)
+  direction = np.random.default_rng(1).normal(size=scores.shape)
+  ahead, behind = (
+    balance_in_float64(np.float64(scores) + h * direction, ids, valid) for h in (1e-6, -1e-6)
+  )
+  np.testing.assert_allclose((grad * direction).sum(), (ahead - behind) / 2e-6, rtol=1e-4)
+
+
+def test_balance_loss_is_one_when_even_and_grows_when_not():
+  scores = jnp.ones((2, 12, 4))
+  even = jnp.broadcast_to(jnp.arange(12)[:, None] % 4, (2, 12, 1))
+  valid = jnp.ones((2, 12), bool)
+  np.testing.assert_allclose(balance_loss(scores, even, valid), 1, rtol=1e-6)
+  starving = balance_loss(scores.at[..., 0].set(9.0), jnp.zeros_like(even), valid)
+  np.testing.assert_allclose(starving, 4 * 9 / 12, rtol=1e-6)
