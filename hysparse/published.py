@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from hysparse import config as config_lib
+from hysparse import published_schedule
 from hysparse import schedule as schedule_lib
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
@@ -117,7 +118,7 @@ def from_published(
   Args:
     values: the parsed file.
     name: the file, for messages.
-    decoder_start: see `schedule.from_published`; the bar is not a published field.
+    decoder_start: see `published_schedule.from_published`; the bar is not a published field.
 
   Raises:
     ConfigError: an unknown architecture, or all problems of its fields.
@@ -207,7 +208,7 @@ def _fields(reader: _Reader, decoder_start: int | Literal["auto"] | None) -> dic
     fields |= reader.take(_DRAFT)
   if not reader.problems:
     try:
-      layers = schedule_lib.from_published(schedule, decoder_start=decoder_start)
+      layers = published_schedule.from_published(schedule, decoder_start=decoder_start)
       fields |= {"schedule": str(layers), "engram_layers": layers.engram_layers}
     except schedule_lib.ScheduleError as error:
       reader.problems.append(str(error))

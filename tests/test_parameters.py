@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import time
 
 import jax
 import pytest
@@ -151,3 +152,14 @@ def test_the_table_is_what_the_modules_hold(changes):
   counted = parameters(config.model)
   assert held(moe.RouterBias) == counted.pop("balance_bias")
   assert held(nnx.Param) == sum(counted.values())
+
+
+def test_the_released_model_can_be_described_without_memory():
+  config = config_file.load(str(CONFIGS / "v41_flash.py"))
+  began = time.perf_counter()
+  _, state = abstract(config)
+  seconds = time.perf_counter() - began
+  trained = sum(x.size for x in jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
+  counts = parameters(config.model)
+  assert trained == sum(counts.values()) - counts["balance_bias"] - counts["drafts"]
+  assert seconds < 60  # about a second on an idle machine

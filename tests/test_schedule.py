@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hysparse import schedule as schedule_lib
+from hysparse import published_schedule
 from hysparse.schedule import LayerSpec, ScheduleError, build, format_schedule, parse
 
 RELEASED = "swa*2 (full/2 reuse*5)*3 | full/1+candidates reuse*3 (reindex reuse*3)*4"
@@ -56,12 +56,15 @@ def test_what_is_written_is_read_back(schedule):
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(schedules(published_only=True), st.integers(0, 3))
 def test_published_fields_are_read_back(schedule, draft_layers):
-  fields = schedule_lib.to_published(schedule, draft_layers)
+  fields = published_schedule.to_published(schedule, draft_layers)
   fields["num_nextn_predict_layers"] = draft_layers
-  read = schedule_lib.from_published(fields, decoder_start=schedule.decoder_start)
+  read = published_schedule.from_published(fields, decoder_start=schedule.decoder_start)
   assert read == schedule
   without_tail = {**fields, "compress_ratios": fields["compress_ratios"][: len(schedule)]}
-  assert schedule_lib.from_published(without_tail, decoder_start=schedule.decoder_start) == schedule
+  assert (
+    published_schedule.from_published(without_tail, decoder_start=schedule.decoder_start)
+    == schedule
+  )
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -207,7 +210,7 @@ PUBLISHED = {
 )
 def test_published_fields_that_contradict_each_other(changes, names):
   with pytest.raises(ScheduleError) as error:
-    schedule_lib.from_published({**PUBLISHED, **changes})
+    published_schedule.from_published({**PUBLISHED, **changes})
   assert names in str(error.value)
 
 
@@ -215,20 +218,20 @@ def test_published_fields_that_contradict_each_other(changes, names):
 def test_a_missing_published_field_is_named(name):
   fields = {key: value for key, value in PUBLISHED.items() if key != name}
   with pytest.raises(ScheduleError, match=name):
-    schedule_lib.from_published(fields)
+    published_schedule.from_published(fields)
 
 
 def test_the_bar_on_import_stands_before_a_last_source_of_ratio_1():
-  assert schedule_lib.from_published(PUBLISHED).decoder_start == 3
-  assert schedule_lib.from_published(PUBLISHED, decoder_start=None).decoder_start is None
+  assert published_schedule.from_published(PUBLISHED).decoder_start == 3
+  assert published_schedule.from_published(PUBLISHED, decoder_start=None).decoder_start is None
   coarse = {**PUBLISHED, "compress_ratios": [0, 2, 2, 2]}
-  assert schedule_lib.from_published(coarse).decoder_start is None
+  assert published_schedule.from_published(coarse).decoder_start is None
 
 
 @pytest.mark.parametrize("text", ["dense/2 reuse", "mha", "swa gqa/2"])
 def test_modes_of_ours_have_no_published_field(text):
   with pytest.raises(ScheduleError, match=r"layer \d: .* has no published field"):
-    schedule_lib.to_published(parse(text))
+    published_schedule.to_published(parse(text))
 
 
 @pytest.mark.parametrize(

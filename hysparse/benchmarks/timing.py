@@ -1,0 +1,34 @@
+"""Timing that survives a shared machine: interleaved runs, medians, a rate measured beside."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_MATRIX = 2048
+
+
+def interleaved(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+  """Median seconds of each call; every round runs all of them once, after one warm-up round.
+
+  Each call must return arrays; they are waited for.
+  """
+  seconds: dict[str, list[float]] = {name: [] for name in calls}
+  for round_number in range(rounds + 1):
+    for name, call in calls.items():
+      start = time.perf_counter()
+      jax.block_until_ready(call())
+      if round_number:
+        seconds[name].append(time.perf_counter() - start)
+  return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def matmul() -> tuple[Callable[[], jax.Array], float]:
+  """A float32 product of two square matrices, and its FLOPs: the machine's rate in the same run."""
+  x = jax.random.normal(jax.random.key(0), (_MATRIX, _MATRIX), jnp.float32)
+  product = jax.jit(lambda x: x @ x)
+  return lambda: product(x), 2.0 * _MATRIX**3

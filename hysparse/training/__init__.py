@@ -1,0 +1,1 @@
+"""Data, losses, the optimizer and the loop."""

@@ -1,0 +1,32 @@
+"""Runs one benchmark: `python scripts/bench.py train_step [--rounds=7] [--json=FILE]`.
+
+Each is measured beside its yardstick in the same run and reported as a ratio; docs/ keeps results.
+"""
+
+import importlib
+import json
+import pathlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from hysparse import benchmarks
+
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Interleaved measurements.", lower_bound=1)
+_JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
+
+
+def main(argv: Sequence[str]) -> None:
+  names = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != "timing"]
+  if len(argv) != 2 or argv[1] not in names:
+    sys.exit(f"usage: scripts/bench.py NAME, one of: {', '.join(names)}")
+  result = importlib.import_module(f"hysparse.benchmarks.{argv[1]}").run(_ROUNDS.value)
+  print(result)
+  if _JSON.value:
+    pathlib.Path(_JSON.value).write_text(json.dumps(result.to_dict(), indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+  app.run(main)

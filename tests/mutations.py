@@ -1,0 +1,176 @@
+"""One-line mutants of our own code; each must break the test named beside it.
+
+    python tests/mutations.py [words of a mutant's name]
+
+A suite that stays green under one of these does not test what it says. Each mutant runs in a copy
+of the tree, so nothing here is ever changed; first the named tests must pass unchanged.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = "kernels/hysparse_kernels"
+WORKERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """Replaces the only occurrence of `old` in `file` by `new`; `test` must then fail."""
+
+  name: str
+  file: str
+  old: str
+  new: str
+  test: str
+
+
+MUTANTS = (
+  Mutant(
+    "an entry is visible one token early",
+    "hysparse/nn/batch.py",
+    "lo + (self.positions_BxS + 1) // ratio",
+    "lo + (self.positions_BxS + 2) // ratio",
+    "tests/nn/test_model.py::test_later_tokens_change_nothing",
+  ),
+  Mutant(
+    "documents see each other's windows",
+    f"{KERNELS}/sparse_attention/xla.py",
+    "(expected_BxQxL >= 0) & (tags_BxL[:, None] == expected_BxQxL)",
+    "(tags_BxL[:, None] >= 0)",
+    "tests/kernels/test_sparse_attention.py::test_xla_equals_the_reference",
+  ),
+  Mutant(
+    "documents see each other's entries",
+    "hysparse/nn/batch.py",
+    "return lo, lo +",
+    "return lo * 0, lo +",
+    "tests/nn/test_model.py::test_packed_documents_do_not_see_each_other",
+  ),
+  Mutant(
+    "the window is one token too long",
+    f"{KERNELS}/sparse_attention/xla.py",
+    "(back_QxL < W)",
+    "(back_QxL <= W)",
+    "tests/kernels/test_sparse_attention.py::test_xla_equals_the_reference",
+  ),
+  Mutant(
+    "the sink is scaled",
+    f"{KERNELS}/sparse_attention/reference.py",
+    "sink_H[:, None], scores",
+    "scale * sink_H[:, None], scores",
+    "tests/kernels/test_sparse_attention.py::test_the_reference_equals_float64_numpy",
+  ),
+  Mutant(
+    "the indexer's relu is dropped",
+    f"{KERNELS}/indexer/reference.py",
+    "(weights_BxSxI[..., None] * jax.nn.relu(dots_BxSxIxT)).sum(2)",
+    "(weights_BxSxI[..., None] * dots_BxSxIxT).sum(2)",
+    "tests/kernels/test_indexer.py::test_selection_and_pool_equal_a_stable_sort",
+  ),
+  Mutant(
+    "ties go to the higher entry",
+    f"{KERNELS}/selection.py",
+    "jax.lax.top_k(rank(scores, visible), min(top_k, scores.shape[-1]))",
+    "(lambda b, i: (b, scores.shape[-1] - 1 - i))(*jax.lax.top_k(rank(scores, visible)[..., ::-1],"
+    " min(top_k, scores.shape[-1])))",
+    "tests/kernels/test_indexer.py::test_selection_and_pool_equal_a_stable_sort",
+  ),
+  Mutant(
+    "negative zero loses ties",
+    f"{KERNELS}/selection.py",
+    "jnp.where(scores == 0, 0.0, scores)",
+    "scores",
+    "tests/kernels/test_indexer.py::test_nan_never_selects_and_negative_zero_ties_with_zero",
+  ),
+  Mutant(
+    "a NaN score selects",
+    f"{KERNELS}/selection.py",
+    "visible & ~jnp.isnan(scores)",
+    "visible",
+    "tests/kernels/test_indexer.py::test_nan_never_selects_and_negative_zero_ties_with_zero",
+  ),
+  Mutant(
+    "the newest block is not pinned in the pool",
+    f"{KERNELS}/indexer/pool.py",
+    "best = jnp.where(newest, jnp.inf, best)",
+    "best = jnp.where(newest, best, best)",
+    "tests/kernels/test_indexer.py::test_selection_and_pool_equal_a_stable_sort",
+  ),
+  Mutant(
+    "later selections ignore the pool",
+    "hysparse/nn/attention.py",
+    'published.pool if role == "pool" else None',
+    "None",
+    "tests/nn/test_model.py::test_the_pool_limits_later_selections",
+  ),
+  Mutant(
+    "the indexer's loss leaks into the backbone",
+    "hysparse/nn/indexer.py",
+    "x_BxSxD, qr_BxSxQ = jax.lax.stop_gradient((x_BxSxD, qr_BxSxQ))",
+    "x_BxSxD, qr_BxSxQ = (x_BxSxD, qr_BxSxQ)",
+    "tests/nn/test_model.py::test_the_indexer_loss_reaches_every_indexer_and_nothing_else",
+  ),
+  Mutant(
+    "padding reaches experts",
+    "hysparse/nn/moe.py",
+    "jnp.where(batch.valid_BxS, count_BxS, 0)",
+    "count_BxS",
+    "tests/nn/test_model.py::test_padding_reaches_no_routed_expert",
+  ),
+)
+
+
+def run(mutant: Mutant, *, mutated: bool = True) -> tuple[bool, str]:
+  """(did its test pass, the end of pytest's output), in a copy of the tree."""
+  with tempfile.TemporaryDirectory() as folder:
+    copy = Path(folder) / "tree"
+    skip = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", "*.egg-info", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=skip)
+    if mutated:
+      path = copy / mutant.file
+      text = path.read_text(encoding="utf-8")
+      if text.count(mutant.old) != 1:
+        return True, f"{mutant.file}: holds {text.count(mutant.old)} times: {mutant.old}"
+      path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    paths = os.pathsep.join([str(copy), str(copy / "kernels")])
+    result = subprocess.run(
+      [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.test],
+      cwd=copy,
+      env=os.environ | {"PYTHONPATH": paths},
+      capture_output=True,
+      text=True,
+    )
+    return result.returncode == 0, (result.stdout + result.stderr)[-1500:]
+
+
+def main(words: list[str]) -> int:
+  chosen = [m for m in MUTANTS if all(word in m.name for word in words)]
+  tests = list({m.test: m for m in chosen}.values())
+  problems = 0
+  with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+    jobs = [(m, False) for m in tests] + [(m, True) for m in chosen]
+    for (mutant, mutated), (passed, output) in zip(
+      jobs, pool.map(lambda job: run(job[0], mutated=job[1]), jobs), strict=True
+    ):
+      bad = passed if mutated else not passed
+      problems += bad
+      what = mutant.name if mutated else f"unchanged: {mutant.test}"
+      verdict = ("SURVIVES" if passed else "caught") if mutated else ("ok" if passed else "FAILS")
+      print(f"{verdict:9} {what}", flush=True)
+      if bad:
+        print(output, flush=True)
+  print(f"{len(chosen)} mutants, {problems} problems")
+  return 1 if problems or not chosen else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
