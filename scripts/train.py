@@ -6,8 +6,8 @@ SIGTERM and Ctrl-C write a checkpoint and stop; the same command then goes on, t
 A second Ctrl-C stops at once. Exit status: 0 done or stopped by a signal, 2 an error of input, data
 or disk or a loss that is not finite (one line), 130 interrupted.
 
-The step is compiled at each start. JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs; this
-is not the default, because programs for CPUs hold instructions of the machine that compiled them, and a
+The step is compiled at each start. JAX_COMPILATION_CACHE_DIR=FOLDER keeps compiled programs; that
+is not the default: programs for CPUs hold instructions of the machine that compiled them, and a
 workdir may move.
 """
 

@@ -177,11 +177,13 @@ class Selection:
 
   Attributes:
     fingerprint: digest of the documents and of which ones they are.
+    file_bytes: their share of what all documents take on disk, by number.
   """
 
   def __init__(self, documents: Documents, indices: Int64[np.ndarray, "n"]):
     self._documents = documents
     self._indices = indices
+    self.file_bytes = documents.file_bytes * len(indices) // max(1, len(documents))
     digest = hashlib.sha256(documents.fingerprint.encode() + indices.tobytes())
     self.fingerprint = digest.hexdigest()[:32]
 

@@ -35,6 +35,12 @@ from hysparse.training.data.documents import DataError, Selection
 # fits in.
 TOKENIZER_CHARACTERS = 16_000_000
 
+# Packed rows are shuffled over about this share of the source, so that the rows of one long file
+# do not fill batch after batch; over no more tokens than the limit: resuming reads them again.
+_MIXED_SHARE = 1 / 8
+_MIXED_TOKENS = 2**20
+_BYTES_PER_TOKEN = 4  # a guess on the high side
+
 _READ_AHEAD_DOCUMENTS = 16
 _READ_AHEAD_BATCHES = 2
 _HELDOUT_SEED = 0  # order of held-out documents, whatever data.seed is
@@ -230,6 +236,11 @@ def make_train_iterator(
     )
   )
   rows = packing.pack(encoded, layout, config.seed)
+  tokens = documents.file_bytes / _BYTES_PER_TOKEN / shard_count
+  mixed_tokens = min(_MIXED_TOKENS, tokens * _MIXED_SHARE)
+  rows = grain.experimental.WindowShuffleIterDataset(
+    rows, window_size=max(1, int(mixed_tokens / config.seq_len)), seed=config.seed
+  )
   batches = rows.batch(config.batch_size // shard_count, drop_remainder=True)
   identity = {
     "documents": documents.fingerprint,
