@@ -126,6 +126,70 @@ MUTANTS = (
     "count_BxS",
     "tests/nn/test_model.py::test_padding_reaches_no_routed_expert",
   ),
+  Mutant(
+    "the stream mix is transposed",
+    f"{KERNELS}/hyper_connections/xla.py",
+    "sum(comb_NxMxM[:, i, :, None] * x[:, i, None] for i in range(x.shape[1]))",
+    "sum(comb_NxMxM[:, :, i, None] * x[:, i, None] for i in range(x.shape[1]))",
+    "tests/kernels/test_hyper_connections.py::test_fold_and_update_equal_float64_with_their_gradients",
+  ),
+  Mutant(
+    "a sublayer folds with its own mix",
+    "hysparse/nn/streams.py",
+    'own = self.config.residual == "two_pass"',
+    "own = True",
+    "tests/nn/test_parts.py::test_streams_fold_with_the_previous_sublayers_mix",
+  ),
+  Mutant(
+    "the hash looks across documents",
+    f"{KERNELS}/engram/hash.py",
+    "(past_BxS >= 0) & (positions_BxS >= back)",
+    "(past_BxS >= 0)",
+    "tests/kernels/test_engram.py::test_a_document_and_a_dead_token_hide_what_is_behind_them",
+  ),
+  Mutant(
+    "the router's bias scales the output",
+    f"{KERNELS}/moe/router.py",
+    "jnp.take_along_axis(scores_NxE, ids_NxA, axis=1)",
+    "jnp.take_along_axis(scores_NxE + bias_E, ids_NxA, axis=1)",
+    "tests/kernels/test_moe_router.py::test_the_bias_only_chooses",
+  ),
+  Mutant(
+    "the router's bias follows the load",
+    "hysparse/training/state.py",
+    "jnp.sign(load.mean(-1, keepdims=True) - load)",
+    "jnp.sign(load - load.mean(-1, keepdims=True))",
+    "tests/training/test_loop.py::test_balance_moves_each_bias_against_its_load",
+  ),
+  Mutant(
+    "a step that is not finite thaws with the next",
+    "hysparse/training/state.py",
+    " & (state.bad_step == 0)",
+    "",
+    "tests/training/test_loop.py"
+    "::test_a_step_that_is_not_finite_stops_with_its_batch_and_changes_nothing",
+  ),
+  Mutant(
+    "metrics keep an evaluation that will be repeated",
+    "hysparse/training/metrics.py",
+    'step - ("eval" in record)',
+    "step",
+    "tests/training/test_loop.py::test_metrics_go_on_as_one_sequence",
+  ),
+  Mutant(
+    "a damaged checkpoint is believed",
+    "hysparse/checkpoints.py",
+    "if found[name] != digest:",
+    "if name not in found:",
+    "tests/test_checkpoints.py::test_damage_never_passes",
+  ),
+  Mutant(
+    "everything is decayed",
+    "hysparse/training/optimizer.py",
+    "weight_decay=optim.weight_decay if group.decayed else 0.0",
+    "weight_decay=optim.weight_decay",
+    "tests/training/test_optimizer.py::test_without_gradient_only_decayed_groups_move",
+  ),
 )
 
 

@@ -9,8 +9,10 @@ from flax import nnx
 
 from hysparse.nn import rope
 from hysparse.nn.compressor import Compressor
+from hysparse.nn.execution import Execution
 from hysparse.nn.linear import RMSNorm
 from hysparse.nn.output import GroupedOutput
+from hysparse.nn.streams import Streams
 
 # A handful of float32 operations.
 TOLERANCE = 3e-6
@@ -99,3 +101,39 @@ def test_output_groups_are_block_diagonal():
   ]
   want = np.concatenate(parts, -1) @ w["wo_b/weight"]
   np.testing.assert_allclose(output(jnp.asarray(x)), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", ["single_pass", "two_pass", "plain"])
+def test_streams_fold_with_the_previous_sublayers_mix(residual):
+  """A whole step of the residual streams in NumPy; two_pass alone folds with its own mix."""
+  cfg = small.config("swa", residual=residual)
+  streams = Streams(cfg.model, Execution(), rngs=nnx.Rngs(0))
+  rng = np.random.default_rng(0)
+  M, D = cfg.model.streams, cfg.model.d_model
+  x = rng.normal(size=(2, 3, M, D))
+  handed = rng.uniform(size=(2, 3, M))
+  sublayer = lambda u: (jnp.tanh(u), "told")  # noqa: E731
+  inputs = (jnp.asarray(v, jnp.float32) for v in (x, handed))
+  got, pre, rest = streams(*inputs, sublayer)
+  assert rest == ("told",)
+  if residual == "plain":
+    np.testing.assert_allclose(got, x + np.tanh(x), atol=TOLERANCE)
+    return
+  w = arrays(streams)
+  flat = x.reshape(2, 3, M * D)
+  mixes = flat @ w["fn"].T / np.sqrt((flat**2).mean(-1, keepdims=True))
+  sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
+  scale, base, eps = w["scale"], w["base"], cfg.model.hc_eps
+  own = sigmoid(mixes[..., :M] * scale[0] + base[:M]) + eps
+  post = 2 * sigmoid(mixes[..., M : 2 * M] * scale[1] + base[M : 2 * M])
+  comb = np.exp((mixes[..., 2 * M :] * scale[2] + base[2 * M :]).reshape(2, 3, M, M))
+  comb = comb / comb.sum(-1, keepdims=True) + eps
+  comb /= comb.sum(-2, keepdims=True) + eps
+  for _ in range(cfg.model.sinkhorn_iters - 1):
+    comb /= comb.sum(-1, keepdims=True) + eps
+    comb /= comb.sum(-2, keepdims=True) + eps
+  fold = own if residual == "two_pass" else handed
+  y = np.tanh(np.einsum("bsm,bsmd->bsd", fold, x))
+  want = post[..., None] * y[:, :, None] + np.einsum("bsij,bsid->bsjd", comb, x)
+  np.testing.assert_allclose(pre, own, atol=TOLERANCE)
+  np.testing.assert_allclose(got, want, atol=1e-5)

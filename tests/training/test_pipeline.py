@@ -145,8 +145,9 @@ def test_states_of_other_data_are_refused(folder, opened, tmp_path, field, value
     opened(_config(folder, **{field: value})).set_state(state)
 
 
-def test_every_epoch_has_another_order(tmp_path, opened):
+def test_every_epoch_has_another_order(tmp_path, opened, monkeypatch):
   """Two documents fill a row and all of them the packer, so it empties once an epoch."""
+  monkeypatch.setattr(pipeline, "_MIXED_SHARE", 0)  # which would mix a few rows across epochs
   count = 2 * packing.OPEN_ROWS
   lines = [json.dumps({"text": f"{i:04}"}) + "\n" for i in range(count)]
   (tmp_path / "d.jsonl").write_text("".join(lines))
@@ -165,6 +166,22 @@ def test_every_epoch_has_another_order(tmp_path, opened):
   assert again == first
   assert len(set(first) & set(second)) < packing.OPEN_ROWS / 8
   assert len(set(first) & set(other)) < packing.OPEN_ROWS / 8
+
+
+def test_rows_of_one_long_document_do_not_follow_each_other(tmp_path, opened):
+  """Without mixing, the packer's open rows would all be of the long document at once."""
+  rows_of_long, others = 2 * packing.OPEN_ROWS, 2 * packing.OPEN_ROWS
+  (tmp_path / "long.txt").write_text("a" * 64 * rows_of_long)
+  for i in range(others):
+    (tmp_path / f"{i:04}.txt").write_text("b" * 64 * 16)
+  config = _config(tmp_path, batch_size=16)
+  every = np.arange(1 + others)
+  documents = Selection(pipeline.sources.open_documents(config), every)
+  iterator = opened(config, documents=documents)
+  long_id = ByteTokenizer().encode("a")[0]
+  shares = [(next(iterator)["tokens"] == long_id).mean() for _ in range(17 * rows_of_long // 16)]
+  assert 0 < np.mean(shares) < 2 / 17, "the long document is a seventeenth of an epoch"
+  assert max(shares) < 0.9, "a batch is of the long document alone"
 
 
 def test_held_out_documents_are_never_trained_on(folder, opened):

@@ -37,9 +37,9 @@ TOKENIZER_CHARACTERS = 16_000_000
 
 # Packed rows are shuffled over about this share of the source, so that the rows of one long file
 # do not fill batch after batch; over no more tokens than the limit: resuming reads them again.
-_MIXED_SHARE = 1 / 8
+_MIXED_SHARE = 1 / 4
 _MIXED_TOKENS = 2**20
-_BYTES_PER_TOKEN = 4  # a guess on the high side
+_BYTES_PER_TOKEN = 2  # a guess between bytes and large vocabularies
 
 _READ_AHEAD_DOCUMENTS = 16
 _READ_AHEAD_BATCHES = 2
