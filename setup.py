@@ -33,7 +33,7 @@ TESTS = [
   "pytest-xdist>=3.6",
   "hypothesis>=6.100",
   "nbmake>=1.5",
-  "ruff>=0.14",
+  "ruff==0.17.6",
   "triton>=3.5; platform_system == 'Linux'",
 ]
 

@@ -48,12 +48,12 @@ def get_config() -> ConfigDict:
   config.optim.warmup_steps = 40
 
   config.train = ConfigDict()
-  config.train.steps = 200
+  config.train.steps = 160
   config.train.checkpoint_every = 50
   config.train.log_every = 5
 
   config.eval = ConfigDict()
-  config.eval.every = 100
+  config.eval.every = 80
   config.eval.batches = 6
 
   config.lock()

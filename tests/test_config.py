@@ -296,3 +296,15 @@ def test_every_model_field_is_read_from_the_release_or_is_ours():
   ours = {"experts_per_prompt_token", "residual", "main_kv", "index_k", "window_kv"}
   by_rule = {"schedule", "engram_layers", "engram_pad_id", "draft_layers", "gate_temp"}
   assert set(ModelConfig.__dataclass_fields__) == {*published.FIELDS.values(), *by_rule, *ours}
+
+
+def test_tiny_has_every_mechanism_and_really_selects():
+  tiny = config_file.load(str(CONFIGS / "tiny.py"))
+  model, layers = tiny.model, tiny.model.layers
+  assert {spec.mode for spec in layers} == {"swa", "full", "reindex", "reuse"}
+  assert layers.candidate_source is not None and layers.decoder_start and layers.engram_layers
+  assert model.residual == "single_pass" and model.streams > 1 and model.shared_experts
+  for source in layers.kv_sources:
+    assert model.top_k < tiny.data.seq_len / layers[source].ratio / 4
+  pool = model.candidate_blocks * model.candidate_block_size
+  assert model.top_k < pool / 4 and pool < tiny.data.seq_len
