@@ -152,9 +152,11 @@ class ModelConfig:
          f"in 0..experts_per_token ({self.experts_per_token})")  # fmt: skip
     need("shared_experts", self.shared_experts in (0, 1), "0 or 1")
     need("swiglu_limit", self.swiglu_limit >= 0, "0 (no clamp) or positive")
-    for name in ("gate_temp", "hc_eps", "norm_eps", "rope_theta", "compress_rope_theta",
-                 "yarn_original", "yarn_beta_fast", "yarn_beta_slow"):  # fmt: skip
+    for name in ("gate_temp", "hc_eps", "norm_eps", "yarn_original", "yarn_beta_fast",
+                 "yarn_beta_slow"):  # fmt: skip
       need(name, getattr(self, name) > 0, "positive")
+    for name in ("rope_theta", "compress_rope_theta"):
+      need(name, getattr(self, name) > 1, "above 1")
     need("streams", self.residual != "plain" or self.streams == 1,
          "1 when residual is 'plain'")  # fmt: skip
     if any(s.is_sparse for s in layers) or any(s.mode == "dense" for s in layers):
@@ -261,7 +263,7 @@ class TrainConfig:
   remat: Literal["none", "layer"] = "none"  # recompute each layer in the backward pass
   scan_layers: bool = True  # scan runs of equal layers instead of unrolling them
   loss_block: int = 512  # tokens whose logits exist at once
-  backend: str = "auto"  # of the kernels: auto, reference, xla
+  backend: Literal["auto", "reference", "xla"] = "auto"  # of the operations in hysparse_kernels
 
   def __post_init__(self):
     need = functools.partial(_need, self, "train")
@@ -326,6 +328,16 @@ class Config:
     return _plain(dataclasses.asdict(self))
 
 
+def _suggestion(key: str, prefix: str, known: Mapping[str, dataclasses.Field]) -> str:
+  """The nearest known field; at the top also the group that a forgotten prefix names."""
+  hints = typing.get_type_hints(Config)
+  homes = [g for g, cls in hints.items() if key in {f.name for f in dataclasses.fields(cls)}]
+  if not prefix and homes:
+    return f"did you mean {homes[0]}.{key}?"
+  near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+  return f"did you mean {prefix}{near[0]}?"
+
+
 def _build(cls, values: Mapping[str, Any], prefix: str):
   if not isinstance(values, Mapping) and not hasattr(values, "items"):
     raise ConfigError(f"{prefix[:-1] or 'config'}: must be a group of fields, got {values!r}")
@@ -334,8 +346,7 @@ def _build(cls, values: Mapping[str, Any], prefix: str):
   arguments = {}
   for key, value in values.items():
     if key not in known:
-      near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-      raise ConfigError(f"{prefix}{key}: unknown field; did you mean {prefix}{near[0]}?")
+      raise ConfigError(f"{prefix}{key}: unknown field; {_suggestion(key, prefix, known)}")
     arguments[key] = convert(hints[key], value, prefix + key)
   for key, field in known.items():
     if key not in arguments and field.default is dataclasses.MISSING:

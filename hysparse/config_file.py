@@ -51,11 +51,22 @@ def _get_config(path: str) -> dict[str, Any]:
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+      raise config_lib.ConfigError(f"config: {path} has no get_config()")
+    values = module.get_config()
   except SyntaxError as error:
     raise config_lib.ConfigError(f"config: {path}:{error.lineno}: {error.msg}") from None
-  if not hasattr(module, "get_config"):
-    raise config_lib.ConfigError(f"config: {path} has no get_config()")
-  return module.get_config().to_dict()
+  except config_lib.ConfigError:
+    raise
+  except Exception as error:  # the file is the user's code: whatever it raises, one line
+    raise config_lib.ConfigError(f"config: {path}: {type(error).__name__}: {error}") from None
+  if hasattr(values, "to_dict"):
+    return values.to_dict()
+  if not isinstance(values, dict):
+    raise config_lib.ConfigError(
+      f"config: {path}: get_config() returns {values!r}; must be a ConfigDict or a dictionary"
+    )
+  return values
 
 
 def _apply(values: dict[str, Any], text: str) -> None:

@@ -1,7 +1,8 @@
 """One experiment from config to result: what scripts/train.py calls.
 
-    result = experiment.run(config, pathlib.Path("runs/tiny"))
-    print(result.text())
+    workdir = pathlib.Path("runs/tiny")
+    result = experiment.run(config, workdir)  # None if a signal ended it early
+    print(result.text(workdir))
 
 Here the rooms meet that may not know each other: data, model, loop, evaluation and inference. A
 workdir with checkpoints is gone on with; a finished one only tells its result.
@@ -115,9 +116,12 @@ def run(config: Config, workdir: pathlib.Path) -> Result | None:
 def _locked_run(config: Config, workdir: pathlib.Path) -> Result | None:
   record = workdir_lib.read_experiment(workdir)
   console = Console()
+  done = max(checkpoints_lib.steps_in(workdir), default=0)
+  if record is not None and not done:
+    record = None  # nothing was trained with it yet, so it binds nothing
+    (workdir / workdir_lib.TOKENIZER).unlink(missing_ok=True)
   if record is not None:
     workdir_lib.check_same(workdir, record, config)
-    done = max(checkpoints_lib.steps_in(workdir), default=0)
     if done > config.train.steps:
       raise ConfigError(
         f"train.steps: is {config.train.steps}; {workdir} has a checkpoint of step {done} already"

@@ -178,8 +178,8 @@ def _publishes(spec: LayerSpec) -> bool:
 
 # --- Reading -------------------------------------------------------------------------------------
 
-_TOKEN = re.compile(r"\s*([()|]|\*\s*\d+|[A-Za-z][A-Za-z0-9/+_.-]*|\S)")
-_LAYER = re.compile(r"([a-z]+)(?:/(\d+))?(\+candidates)?")
+_TOKEN = re.compile(r"\s*([()|]|\*\s*[0-9]+|[A-Za-z][A-Za-z0-9/+_.-]*|\S)")
+_LAYER = re.compile(r"([a-z]+)(?:/([0-9]+))?(\+candidates)?")
 _MAX_LAYERS = 10_000
 _MAX_DEPTH = 50
 
@@ -307,7 +307,8 @@ def build(
     raise ScheduleError(f"schedule: describes {count} layers, the model has {num_layers}")
   if decoder_start is not None and not 0 < decoder_start < count:
     raise ScheduleError(
-      f"schedule: the decoder starts at layer {decoder_start}; it must start inside 1..{count - 1}"
+      f"schedule: the decoder starts at layer {decoder_start} of {count}; there must be a layer on"
+      " both sides of the bar"
     )
   for layer in engram_layers:
     if not 0 <= layer < count:

@@ -222,7 +222,8 @@ def build(
     return train_bpe(texts, int(size), cache_dir)
   if not Path(kind).exists():
     raise TokenizerError(
-      f"data.tokenizer: is {kind!r}; must be 'bytes', 'bpe:N' or the path of a tokenizer.json"
+      f"data.tokenizer: is {kind!r}, and no such file exists; must be 'bytes', 'bpe:N' or the path"
+      " of a tokenizer.json"
     )
   return load(kind)
 
@@ -359,6 +360,7 @@ def _write(path: Path, text: str, hint: str = "") -> None:
       "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
     ) as file:
       file.write(text)
+    os.chmod(file.name, 0o644)  # temporary files are their owner's alone
     os.replace(file.name, path)
   except OSError as error:
     raise TokenizerError(f"{path}: cannot be written: {error.strerror}{hint}") from None

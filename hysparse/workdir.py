@@ -54,6 +54,8 @@ def locked(path: pathlib.Path) -> Iterator[None]:
   Raises:
     WorkdirError: it cannot be written or another process holds it.
   """
+  if path.exists() and not path.is_dir():
+    raise WorkdirError(f"workdir {path}: is a file; must be a folder, which is made if missing")
   try:
     path.mkdir(parents=True, exist_ok=True)
     lock = (path / ".lock").open("a+", encoding="utf-8")

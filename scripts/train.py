@@ -11,6 +11,7 @@ is not the default: programs for CPUs hold instructions of the machine that comp
 workdir may move.
 """
 
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -44,8 +45,11 @@ def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
   except experiment.USER_ERRORS as error:
     _fail(error)
   except KeyboardInterrupt:
-    print("interrupted; the last checkpoint is whole", file=sys.stderr)
-    sys.exit(130)
+    print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: an ordinary exit waits for, and may crash over, what the device is still computing.
+    os._exit(130)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -299,7 +299,7 @@ def test_every_model_field_is_read_from_the_release_or_is_ours():
 
 
 def test_tiny_has_every_mechanism_and_really_selects():
-  tiny = config_file.load(str(CONFIGS / "tiny.py"))
+  tiny = config_file.load(str(ROOT / "configs" / "tiny.py"))
   model, layers = tiny.model, tiny.model.layers
   assert {spec.mode for spec in layers} == {"swa", "full", "reindex", "reuse"}
   assert layers.candidate_source is not None and layers.decoder_start and layers.engram_layers

@@ -130,7 +130,7 @@ def test_config_files_with_overrides():
 )
 def test_errors_are_one_line(arguments, message):
   result = run(*arguments, guarded=False)
-  assert result.returncode == 1
+  assert result.returncode == 2
   assert result.stdout == ""
   (line,) = result.stderr.splitlines()
   assert line.startswith("error: ") and message in line
@@ -140,5 +140,5 @@ def test_other_architectures_are_refused_by_name(tmp_path):
   path = tmp_path / "config.json"
   path.write_text('{"architectures": ["LlamaForCausalLM"]}')
   result = run(path)
-  assert result.returncode == 1
+  assert result.returncode == 2
   assert "LlamaForCausalLM" in result.stderr and len(result.stderr.splitlines()) == 1

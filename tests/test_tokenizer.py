@@ -146,7 +146,7 @@ def test_a_json_of_others_may_begin_or_cut_texts(tokenizers):
 @pytest.mark.parametrize(
   ("kind", "message"),
   [
-    ("nowhere/tokenizer.json", "data.tokenizer: is 'nowhere/tokenizer.json'; must be"),
+    ("nowhere/tokenizer.json", "data.tokenizer: is 'nowhere/tokenizer.json', and no such file"),
     ("bpe:100", "data.tokenizer: is 'bpe:100'; a BPE has at least 259 ids"),
     ("bpe:5000", r"'bpe:5000'; the 3 training texts give \d+ ids"),
   ],

@@ -101,7 +101,7 @@ ERRORS = {
   "no such data": "/nowhere",
   "vocabulary": "model.vocab_size: is 100; the tokenizer 'bytes' has 259 ids",
   "empty prompt": "eval.sample_prompt: is ''; must hold at least one token",
-  "workdir is a file": "cannot be written",
+  "workdir is a file": "is a file; must be a folder",
   "in use": "another trainer (process 4711) is at work in it",
   "other config": "another config: model.top_k 2 -> 3, optim.lr 0.003 -> 0.5; take",
   "not a workdir": "has checkpoints but no experiment.json",
@@ -127,6 +127,7 @@ def outcomes(small, tmp_path_factory):
   lock.flush()
   fcntl.flock(lock, fcntl.LOCK_EX)
   workdir.write_experiment(place("other"), config)
+  (folder / "other" / "checkpoints" / "3").mkdir(parents=True)
   (place("bare") / "checkpoints" / "3").mkdir(parents=True)
   workdir.write_experiment(place("done"), config)
   (folder / "done" / "checkpoints" / "9").mkdir(parents=True)

@@ -7,6 +7,7 @@ python -m hysparse.footprint --config=configs/tiny.py [--config.model.main_kv=bf
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,17 +23,30 @@ _JSON = flags.DEFINE_bool("json", False, "Print JSON instead of text.")
 
 
 def run() -> None:
-  """Reads sys.argv, prints the footprint; errors of the user's are one line and exit status 1."""
+  """Reads sys.argv, prints the footprint; errors of the user's are one line and exit status 2."""
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
   argv, overrides = config_file.split_overrides(sys.argv)
-  app.run(lambda rest: _main(rest, overrides), argv=argv)
+  app.run(lambda rest: _main(rest, overrides), argv=argv, flags_parser=_parse)
 
 
 def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
   try:
     counted = footprint.footprint(_model(argv[1:], overrides))
   except config_lib.ConfigError as error:
-    sys.exit(f"error: {error}")
+    _fail(error)
   print(json.dumps(counted.to_dict(), indent=2) if _JSON.value else footprint.render(counted))
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    _fail(error)
+
+
+def _fail(error: object) -> None:
+  print(f"error: {error}", file=sys.stderr)
+  sys.exit(2)
 
 
 def _model(paths: Sequence[str], overrides: Sequence[str]) -> config_lib.ModelConfig:

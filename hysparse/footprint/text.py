@@ -11,6 +11,7 @@ from hysparse.cache import layout as layout_lib
 from hysparse.footprint.count import Footprint
 
 _OWNS, _READS, _PASSES, _NOTHING = "O", "|", ":", " "
+_LEGEND = "W window keys   O makes its own   | reads the layer above that does   : passes them by"
 
 
 def render(footprint: Footprint) -> str:
@@ -20,6 +21,7 @@ def render(footprint: Footprint) -> str:
     [
       str(layers),
       draw(layers),
+      _LEGEND,
       _prefill(footprint.config),
       _growing(footprint),
       _fixed(footprint),

@@ -12,7 +12,7 @@ from flax import nnx
 from hysparse_kernels import engram
 from jaxtyping import Array, Float, Int
 
-from hysparse.config import ModelConfig
+from hysparse.config import ConfigError, ModelConfig
 from hysparse.nn import init
 from hysparse.nn.batch import Batch
 from hysparse.nn.execution import Execution
@@ -25,15 +25,21 @@ class TokenMap(nnx.Variable):
 
 @functools.cache
 def tables(config: ModelConfig) -> tuple[engram.HashConstants, ...]:
-  """Hash constants and table layout of each Engram layer, in layer order."""
-  compressed = config.engram_compressed_vocab or config.vocab_size
-  return engram.hash_constants(
-    config.engram_layers,
-    config.engram_max_ngram,
-    config.engram_heads,
-    config.engram_vocab,
-    compressed,
-  )
+  """Hash constants and table layout of each Engram layer, in layer order.
+
+  Raises:
+    ConfigError: tables larger than the hash can address.
+  """
+  try:
+    return engram.hash_constants(
+      config.engram_layers,
+      config.engram_max_ngram,
+      config.engram_heads,
+      config.engram_vocab,
+      config.engram_compressed_vocab or config.vocab_size,
+    )
+  except ValueError as error:
+    raise ConfigError(f"model.{error}") from None
 
 
 class Engram(nnx.Module):

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import pathlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -73,6 +74,7 @@ class StopSignal:
 
   def _receive(self, number: int, _: object) -> None:
     self.name = signal.Signals(number).name
+    print(f"{self.name}: stopping after this step; Ctrl-C stops at once", file=sys.stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -102,6 +104,7 @@ class Loop:
     self._step = int(self.state.step)
     self._pending: collections.deque = collections.deque()
     self._watch = Stopwatch()
+    self._began = self._step
     self._logged = (self._step, 0.0)  # step and training seconds of the last log record
     self._tokens = 0  # valid tokens of the steps read since then
 
@@ -138,6 +141,8 @@ class Loop:
     """Starts the next step and reads one that lies back."""
     batch = next(self.data)
     began = time.perf_counter()
+    if not self._watch.running:
+      self.console.say("compiling the step")
     self.state, values = self.trainer.compiled(self.state, batch)
     self._step += 1
     if not self._watch.running:
@@ -165,12 +170,12 @@ class Loop:
 
   def _log(self, step: int, loss: float, values: dict[str, float]) -> None:
     seconds = self._watch.seconds
-    steps, elapsed = step - self._logged[0], max(seconds - self._logged[1], 1e-9)
-    rate = self._tokens / elapsed
+    rate = self._tokens / max(seconds - self._logged[1], 1e-9)
     self._logged, self._tokens = (step, seconds), 0
     self.metrics.step(step, loss, {**values, "tokens_per_s": rate})
     total = self._config.train.steps
-    left = duration((total - step) * elapsed / steps)
+    # From the mean step of this run: one interval says little when steps are short.
+    left = duration((total - step) * seconds / (step - self._began))
     self.console.progress(f"step {step}/{total}  loss {loss:.4f}  {rate:,.0f} tokens/s  ETA {left}")
 
   def _settle(self) -> None:

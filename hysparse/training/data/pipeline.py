@@ -230,7 +230,7 @@ def make_train_iterator(
     flags.FLAGS.mark_as_parsed()  # grain's processes read flags; a notebook never parses any
   # Only reading and tokenising are shared out, and in turn: any number of workers gives the same
   # batches.
-  encoded = _read_ahead(encoded).mp_prefetch(
+  encoded = _in_order(encoded).mp_prefetch(
     grain.MultiprocessingOptions(
       num_workers=config.workers, per_worker_buffer_size=_READ_AHEAD_DOCUMENTS
     )
@@ -278,7 +278,7 @@ def heldout_batches(
     _, documents = sources.split(sources.open_documents(config), config.holdout)
   layout = _layout(config, tokenizer, alignment)
   shuffled = grain.MapDataset.source(documents).shuffle(_HELDOUT_SEED)
-  encoded = _read_ahead(shuffled.map(functools.partial(_encode, tokenizer)))
+  encoded = _in_order(shuffled.map(functools.partial(_encode, tokenizer)))
   iterator = iter(packing.pack(encoded, layout, _HELDOUT_SEED))
   rows = list(itertools.islice(iterator, count * config.batch_size))
   iterator.close()
@@ -297,10 +297,10 @@ def _encode(tokenizer: Tokenizer, text: str, rng: np.random.Generator | None = N
   return document if rng is None else document | {"prompt_seed": int(rng.integers(2**63))}
 
 
-def _read_ahead(encoded: grain.MapDataset) -> grain.IterDataset:
-  return encoded.to_iter_dataset(
-    grain.ReadOptions(num_threads=1, prefetch_buffer_size=_READ_AHEAD_DOCUMENTS)
-  )
+def _in_order(encoded: grain.MapDataset) -> grain.IterDataset:
+  # Whole batches are read ahead by TrainIterator; a thread that hands over single documents would
+  # cost more than it hides.
+  return encoded.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
 def _some_texts(documents: Selection) -> Iterator[str]:
