@@ -119,7 +119,7 @@ def _locked_run(config: Config, workdir: pathlib.Path) -> Result | None:
   done = max(checkpoints_lib.steps_in(workdir), default=0)
   if record is not None and not done:
     record = None  # nothing was trained with it yet, so it binds nothing
-    (workdir / workdir_lib.TOKENIZER).unlink(missing_ok=True)
+    (workdir / tokenizer_lib.FILE_NAME).unlink(missing_ok=True)
   if record is not None:
     workdir_lib.check_same(workdir, record, config)
     if done > config.train.steps:

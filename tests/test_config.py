@@ -94,7 +94,7 @@ def test_small_has_kernel_friendly_widths():
     ("model.shared_experts", 2, "model.shared_experts: is 2; must be 0 or 1"),
     ("model.swiglu_limit", -1, "model.swiglu_limit: is -1.0; must be 0 (no clamp) or positive"),
     ("model.norm_eps", 0, "model.norm_eps: is 0.0; must be positive"),
-    ("model.rope_theta", 0, "model.rope_theta: is 0.0; must be positive"),
+    ("model.rope_theta", 0, "model.rope_theta: is 0.0; must be above 1"),
     ("model.residual", "plain", "model.streams: is 4; must be 1 when residual is 'plain'"),
     ("model.top_k", 0, "model.top_k: is 0; must be at least 1"),
     ("model.index_heads", 0, "model.index_heads: is 0; must be at least 1: some layer has"),
