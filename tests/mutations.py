@@ -65,8 +65,8 @@ MUTANTS = (
   Mutant(
     "the sink is scaled",
     f"{KERNELS}/sparse_attention/reference.py",
-    "sink_H[:, None], scores",
-    "scale * sink_H[:, None], scores",
+    "jnp.broadcast_to(sink_H[:, None]",
+    "jnp.broadcast_to(scale * sink_H[:, None]",
     "tests/kernels/test_sparse_attention.py::test_the_reference_equals_float64_numpy",
   ),
   Mutant(
