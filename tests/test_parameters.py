@@ -162,4 +162,4 @@ def test_the_released_model_can_be_described_without_memory():
   trained = sum(x.size for x in jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
   counts = parameters(config.model)
   assert trained == sum(counts.values()) - counts["balance_bias"] - counts["drafts"]
-  assert seconds < 60  # about a second on an idle machine
+  assert seconds < 60  # seconds; a layer that is built for real takes minutes
