@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from absl import app, flags, logging
 
-from hysparse import config_file, experiment
+from hysparse import command_line, config_file, experiment
 
 _CONFIG = flags.DEFINE_string(
   "config", None, "A file of configs/; --config.group.field=value overrides a field."
@@ -30,12 +30,12 @@ flags.mark_flags_as_required(["config", "workdir"])
 def run(argv: Sequence[str]) -> None:
   """Runs a command line; exits with its status."""
   arguments, overrides = config_file.split_overrides(argv)
-  app.run(lambda rest: _main(rest, overrides), argv=arguments, flags_parser=_parse)
+  app.run(lambda rest: _main(rest, overrides), argv=arguments, flags_parser=command_line.parse)
 
 
 def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
   if argv[1:]:
-    _fail(f"{argv[1]}: not understood; everything is given as --flag=value")
+    command_line.fail(f"{argv[1]}: not understood; everything is given as --flag=value")
   if not flags.FLAGS["verbosity"].present:
     # Orbax logs a page about each checkpoint; what fails there reaches us as an exception.
     logging.set_verbosity(logging.FATAL)
@@ -43,25 +43,13 @@ def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
     config = config_file.load(_CONFIG.value, overrides)
     experiment.run(config, pathlib.Path(_WORKDIR.value))
   except experiment.USER_ERRORS as error:
-    _fail(error)
+    command_line.fail(error)
   except KeyboardInterrupt:
     print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # At once: an ordinary exit waits for, and may crash over, what the device is still computing.
     os._exit(130)
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
-  try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    _fail(error)
-
-
-def _fail(error: object) -> None:
-  print(f"error: {error}", file=sys.stderr)
-  sys.exit(2)
 
 
 if __name__ == "__main__":

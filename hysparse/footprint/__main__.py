@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
+from hysparse import command_line, config_file, footprint, published
 from hysparse import config as config_lib
-from hysparse import config_file, footprint, published
 
 _CONFIG = flags.DEFINE_string(
   "config", None, "A file of configs/ (its fields can be overridden) or a released config.json."
@@ -26,27 +26,15 @@ def run() -> None:
   """Reads sys.argv, prints the footprint; errors of the user's are one line and exit status 2."""
   signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
   argv, overrides = config_file.split_overrides(sys.argv)
-  app.run(lambda rest: _main(rest, overrides), argv=argv, flags_parser=_parse)
+  app.run(lambda rest: _main(rest, overrides), argv=argv, flags_parser=command_line.parse)
 
 
 def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
   try:
     counted = footprint.footprint(_model(argv[1:], overrides))
   except config_lib.ConfigError as error:
-    _fail(error)
+    command_line.fail(error)
   print(json.dumps(counted.to_dict(), indent=2) if _JSON.value else footprint.render(counted))
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
-  try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    _fail(error)
-
-
-def _fail(error: object) -> None:
-  print(f"error: {error}", file=sys.stderr)
-  sys.exit(2)
 
 
 def _model(paths: Sequence[str], overrides: Sequence[str]) -> config_lib.ModelConfig:

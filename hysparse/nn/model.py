@@ -154,8 +154,8 @@ def create(
     rngs = nnx.Rngs(params=key)
     return nnx.split(Model(model, Execution.of(config.train), rngs=rngs, token_map=token_map))
 
-  # The hardware generator compiles ten times faster than the default one: every parameter shape is
-  # a program of its own.
+  # The hardware generator compiles several times faster than the default one: every parameter
+  # shape is a program of its own.
   key = jax.random.key(seed, impl="unsafe_rbg")
   graphdef = abstract(config)[0]
   return graphdef, jax.jit(lambda key: build(key)[1])(key)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hysparse_kernels.sparse_attention import sparse_attention
+from hysparse_kernels.sparse_attention import View, sparse_attention
 from hysparse_kernels.sparse_attention.specs import SPECS, Spec
 
 # Sums of a few dozen float32 products in another order.
@@ -99,7 +99,7 @@ def test_a_query_without_keys_gives_zeros(backend):
 def test_memory_grows_with_the_selection_and_not_with_the_square():
   def temporaries(queries):
     spec = Spec("memory", queries=queries, heads=4, channels=32, window=16, top_k=16)
-    shapes = jax.eval_shape(lambda: spec_arrays(spec))
+    shapes = jax.eval_shape(lambda: zeros(spec))
 
     def loss(q, positions, view, sink):
       return sparse_attention(q, positions, view, sink, scale=1.0, backend="xla").out_BxSxHxC.sum()
@@ -107,11 +107,9 @@ def test_memory_grows_with_the_selection_and_not_with_the_square():
     step = jax.jit(jax.grad(loss)).lower(*shapes).compile()
     return step.memory_analysis().temp_size_in_bytes
 
-  def spec_arrays(spec):
-    import hysparse_kernels.sparse_attention.view as view_lib
-
+  def zeros(spec):
     S, C = spec.queries, spec.channels
-    view = view_lib.View(
+    view = View(
       jnp.zeros((1, S, C)),
       jnp.zeros((1, S), jnp.int32),
       jnp.zeros((1, S, C)),

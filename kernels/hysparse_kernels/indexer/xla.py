@@ -20,7 +20,7 @@ _KEYS = 256
 _SCORE_ELEMENTS = 4 * 1024 * 1024  # [B, queries, T] of a block, in elements
 _GATHER_ELEMENTS = 512 * 1024  # gathered keys of a block, in elements, so that they stay in cache
 _MAX_QUERIES = 128
-# Gathering a key costs about as much as scoring this many of them in order.
+# The pool is gathered where the context is this many times larger: a guess, not yet tuned.
 _GATHER_COST = 4
 
 

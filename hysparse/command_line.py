@@ -1,0 +1,23 @@
+"""What the command lines share: flags and errors end in one line and status 2, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from absl import flags
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+  """`flags_parser` of absl's `app.run`: what is left of the command line besides flags."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    fail(error)
+
+
+def fail(error: object) -> NoReturn:
+  """Prints one line and exits with status 2."""
+  print(f"error: {error}", file=sys.stderr)
+  sys.exit(2)
