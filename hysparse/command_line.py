@@ -1,4 +1,4 @@
-"""What the command lines share: flags and errors end in one line and status 2, never a traceback."""
+"""What the command lines share: an error is one line and status 2, never a traceback."""
 
 from __future__ import annotations
 
