@@ -14,11 +14,13 @@ _HOME = {
   "Batch": "hysparse.nn.batch:Batch",
   "Config": "hysparse.config:Config",
   "ConfigError": "hysparse.config:ConfigError",
+  "Loaded": "hysparse.conversion.load:Loaded",
   "ModelConfig": "hysparse.config:ModelConfig",
   "Schedule": "hysparse.schedule:Schedule",
   "ScheduleError": "hysparse.schedule:ScheduleError",
   "create": "hysparse.nn.model:create",
   "forward": "hysparse.nn.model:forward",
+  "load": "hysparse.conversion.load:load",
   "load_config": "hysparse.config_file:load",
 }
 

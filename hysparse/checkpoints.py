@@ -68,8 +68,9 @@ def unnamed(arrays: Mapping[str, Array], like: nnx.State) -> nnx.State:
 
 
 def _name(path: tuple) -> str:
-  # The last step of an NNX path goes from a Variable to its value.
-  return _joined(path).removesuffix("/value")
+  # An NNX path has a step from a Variable to its value, which may have parts ("codes", "scales").
+  inside = (step for step in path if step != jax.tree_util.GetAttrKey("value"))
+  return _joined(tuple(inside))
 
 
 def _joined(path: tuple) -> str:
@@ -134,7 +135,7 @@ class Checkpoints:
       keep: how many of the latest checkpoints stay.
       say: receives one line for each checkpoint that is passed over.
     """
-    _mute_leftovers()
+    mute_leftovers()
     self._workdir = pathlib.Path(workdir).resolve()
     self._folder = self._workdir / FOLDER
     self._say = say
@@ -153,7 +154,7 @@ class Checkpoints:
     Raises:
       CheckpointError: this write could not start, or the one before it failed (disk full, ...).
     """
-    record = {"data": position, "arrays": digests(state), "crc": _crc(position)}
+    record = position_record(position, digests(state))
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(record)
     )
@@ -204,7 +205,7 @@ class Checkpoints:
     except CheckpointError:
       raise
     except Exception as error:  # Orbax and TensorStore raise all kinds, bare Exception too
-      return _first_line(error)
+      return first_line(error)
 
   def _restore(self, step: int, abstract: PyTree[jax.ShapeDtypeStruct]) -> Restored:
     record = self._manager.restore(step, args=ocp.args.Composite(position=ocp.args.JsonRestore()))[
@@ -252,11 +253,11 @@ class Checkpoints:
     try:
       act()
     except Exception as error:
-      raise CheckpointError(f"{self._folder}: cannot be written: {_first_line(error)}") from error
+      raise CheckpointError(f"{self._folder}: cannot be written: {first_line(error)}") from error
 
 
 @functools.cache
-def _mute_leftovers() -> None:
+def mute_leftovers() -> None:
   """Drops what the rest of a failed read or write would print as it dies, a page for each array.
 
   The failure itself is raised, and told in one line.
@@ -273,11 +274,16 @@ def _mute_leftovers() -> None:
   logging.getLogger("asyncio").addFilter(lambda r: "never retrieved" not in r.getMessage())
 
 
+def position_record(position: Mapping[str, Any], arrays: Mapping[str, int]) -> dict[str, Any]:
+  """What `position` of a checkpoint holds: the data position, guarded, and the arrays' digests."""
+  return {"data": position, "arrays": arrays, "crc": _crc(position)}
+
+
 def _crc(position: Mapping[str, Any]) -> int:
   return zlib.crc32(json.dumps(position, sort_keys=True).encode())
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
   """What went wrong, without TensorStore's specifications; its cause stands at the end."""
   line = next(iter(str(error).strip().splitlines()), "").split(" [")[0].split(". See full")[0]
   if len(line) > 160:

@@ -94,6 +94,20 @@ class ModelConfig:
   draft_experts_per_token: int = 0  # active ones of them; 0: as the backbone
   draft_target_layers: tuple[int, ...] = ()  # layers whose incoming streams the drafts read
   draft_markov_rank: int = 0  # rank of the drafts' token-to-token logits
+  draft_block: int = 5  # tokens of a draft block: the anchor and noise; as many are drafted
+  draft_noise_id: int = 0  # token that stands where a draft is to be guessed
+
+  image_token_id: int = 0  # token of every position of an image span
+  vision_layers: int = 0  # ViT blocks; 0: no vision
+  vision_dim: int = 0  # width of the ViT
+  vision_heads: int = 0  # heads of the ViT
+  vision_ffn_dim: int = 0  # inner width of its SwiGLU
+  vision_patch: int = 14  # pixels along a side of a patch
+  vision_theta: float = 10_000.0  # base of its two-dimensional RoPE
+  vision_merge: int = 3  # patches along a side of the square that becomes one token
+  vision_max_tokens: int = 1024  # most tokens that one image becomes
+  vision_min_pixels: int = 0  # smaller images are enlarged to this area
+  vision_max_wh_ratio: float = 0.0  # longest side over shortest; 0: any
 
   # The precision dial, one format per component of the cache (cache/layout.py).
   main_kv: Format = "fp4"
@@ -191,6 +205,22 @@ class ModelConfig:
       legal = f"layers in 0..{len(layers) - 1}, at least one: there are draft layers"
       inside = all(0 <= layer < len(layers) for layer in self.draft_target_layers)
       need("draft_target_layers", self.draft_target_layers and inside, legal)
+      need("draft_block", self.draft_block >= 1, "at least 1: there are draft layers")
+      need("draft_noise_id", 0 <= self.draft_noise_id < self.vocab_size,
+           f"in 0..vocab_size-1 ({self.vocab_size - 1}): there are draft layers")  # fmt: skip
+    need("vision_layers", self.vision_layers >= 0, "0 (no vision) or more")
+    if self.vision_layers:
+      for name in ("vision_dim", "vision_heads", "vision_ffn_dim", "vision_patch", "vision_merge",
+                   "vision_max_tokens"):  # fmt: skip
+        need(name, getattr(self, name) >= 1, "at least 1: there are vision layers")
+      need("vision_heads", self.vision_dim % (4 * self.vision_heads) == 0,
+           f"such that vision_dim ({self.vision_dim}) / vision_heads divides by 4")  # fmt: skip
+      need("vision_theta", self.vision_theta > 1, "above 1")
+      need("vision_min_pixels", self.vision_min_pixels >= 0, "0 or more")
+      need("vision_max_wh_ratio", self.vision_max_wh_ratio == 0 or self.vision_max_wh_ratio >= 1,
+           "0 (any) or at least 1")  # fmt: skip
+      need("image_token_id", 0 <= self.image_token_id < self.vocab_size,
+           f"in 0..vocab_size-1 ({self.vocab_size - 1}): there are vision layers")  # fmt: skip
     need("yarn_factor", self.yarn_factor == 0 or self.yarn_factor >= 1, "0 (no YaRN) or at least 1")
 
 
@@ -260,6 +290,10 @@ class TrainConfig:
   balance_loss: float = 1e-4  # weight of the sequence-wise balance loss
   indexer_loss: float = 1.0  # weight of the indexers' KL (our choice, see training/losses.py)
   compute_dtype: Literal["bfloat16", "float32"] = "float32"  # activations; parameters are float32
+  # What is rounded at run time. "exact": nothing but the compute dtype. "kvquant": also cached and
+  # index values, to the formats of the precision dial. "official": also all that the released code
+  # rounds (FP8 inputs of quantised matrices); activations are bfloat16 whatever compute_dtype says.
+  numerics: Literal["exact", "kvquant", "official"] = "exact"
   remat: Literal["none", "layer"] = "none"  # recompute each layer in the backward pass
   scan_layers: bool = True  # scan runs of equal layers instead of unrolling them
   loss_block: int = 512  # tokens whose logits exist at once

@@ -115,6 +115,8 @@ def run(config: Config, workdir: pathlib.Path) -> Result | None:
 
 def _locked_run(config: Config, workdir: pathlib.Path) -> Result | None:
   record = workdir_lib.read_experiment(workdir)
+  if record is not None and workdir_lib.CONVERTED in record:
+    raise WorkdirError(f"workdir {workdir}: holds a converted model; training takes a new workdir")
   console = Console()
   done = max(checkpoints_lib.steps_in(workdir), default=0)
   if record is not None and not done:

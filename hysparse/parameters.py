@@ -53,7 +53,7 @@ class Weight:
 
 
 def parameters(config: config_lib.ModelConfig) -> dict[str, int]:
-  """Parameters by component, the draft head as one; `sum(values())` is all of them.
+  """Parameters by component, draft head and vision as one each; `sum(values())` is all of them.
 
   "experts" are the routed and the shared ones. The routers' balance biases, which no gradient
   trains, are their own entry.
@@ -63,13 +63,15 @@ def parameters(config: config_lib.ModelConfig) -> dict[str, int]:
     counts[weight.part] = counts.get(weight.part, 0) + weight.size
   if config.draft_layers:
     counts["drafts"] = sum(weight.size for weight in draft_weights(config))
+  if config.vision_layers:
+    counts["vision"] = sum(weight.size for weight in vision_weights(config))
   return counts
 
 
 def backbone_parameters(config: config_lib.ModelConfig) -> int:
-  """Parameters without the Engram tables and the draft head: 552 B for the released model."""
-  counts = parameters(config)
-  return sum(n for part, n in counts.items() if part not in ("engram_tables", "drafts"))
+  """Parameters without Engram tables, draft head and vision: 552 B for the released model."""
+  beside = ("engram_tables", "drafts", "vision")
+  return sum(n for part, n in parameters(config).items() if part not in beside)
 
 
 def active_parameters(config: config_lib.ModelConfig) -> dict[str, int]:
@@ -138,6 +140,33 @@ def draft_weights(config: config_lib.ModelConfig) -> Iterator[Weight]:
     yield Weight("drafts", "confidence", (D + rank, 1))
 
 
+def vision_weights(config: config_lib.ModelConfig) -> Iterator[Weight]:
+  """All weights of the image path: tower, aligner and the learned delimiters of a span.
+
+  Nothing here is multiplied with text tokens. Source: arXiv 2609.19969, vision part of the release.
+  """
+  if not config.vision_layers:
+    return
+  c = config
+  D, v, inner = c.d_model, c.vision_dim, c.vision_ffn_dim
+  pixels, merged = 3 * c.vision_patch**2, v * c.vision_merge**2
+
+  def weight(name: str, *shape: int, layer: int | None = None) -> Weight:
+    return Weight("vision", name, shape, layer, used=0, times=None)
+
+  yield from (weight("patch", pixels, v), weight("patch_bias", v))
+  for i in range(c.vision_layers):
+    for name, *shape in (
+      ("norm1", v), ("wqkv", v, 3 * v), ("wqkv_bias", 3 * v), ("wo", v, v), ("wo_bias", v),
+      ("norm2", v), ("mlp_w1", v, 2 * inner), ("mlp_w2", inner, v),
+    ):  # fmt: skip
+      yield weight(name, *shape, layer=i)
+  yield weight("vision_norm", v)
+  yield from (weight("aligner_w1", merged, D), weight("aligner_w1_bias", D))
+  yield from (weight("aligner_w2", D, D), weight("aligner_w2_bias", D))
+  yield from (weight(name, D) for name in ("start", "newline", "end"))
+
+
 def engram_rows(config: config_lib.ModelConfig) -> tuple[int, ...]:
   """Rows of the Engram table of each layer in `engram_layers`.
 
@@ -199,6 +228,8 @@ def _experts(config: config_lib.ModelConfig, experts: int, active: int) -> Itera
   yield Weight("norms", "ffn_norm", (D,), times=None)
   yield Weight("router", "gate", (D, experts))
   yield Weight("balance_bias", "bias", (experts,), times=None)
+  if config.vision_layers:
+    yield Weight("balance_bias", "bias_image", (experts,), used=0, times=None)
   for name, shape in (("w1", (D, F)), ("w3", (D, F)), ("w2", (F, D))):
     yield Weight("experts", name, (experts, *shape), used=active * D * F)
     if config.shared_experts:

@@ -5,7 +5,7 @@ Source: arXiv 2609.19969, released `text_config`; the bar has no field there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from hysparse.schedule import PLAIN, LayerSpec, Schedule, ScheduleError, build
@@ -19,8 +19,8 @@ def from_published(
   Args:
     fields: num_hidden_layers, compress_ratios, kv_source_layer_ids, index_source_layer_ids and,
       where present, candidate_source_layer_id (-1: none), engram_layer_ids.
-    decoder_start: the bar is not a published field. "auto" puts it before the last KV source if
-      that source's ratio is 1; None leaves it out.
+    decoder_start: the bar is not a published field. "auto" puts it where `bar_on_import` says;
+      None leaves it out.
 
   Raises:
     ScheduleError: a missing field, or fields that contradict each other.
@@ -69,20 +69,29 @@ def from_published(
     role = "source" if i == candidate else None
     drafts.append(LayerSpec(mode=mode, ratio=ratios[i], candidate_role=role))
   if decoder_start == "auto":
-    last = max(kv, default=0)
-    decoder_start = last if last > 0 and ratios[last] == 1 else None
+    decoder_start = bar_on_import(kv, ratios)
   return build(drafts, tuple(fields.get("engram_layer_ids") or ()), decoder_start=decoder_start)
+
+
+def bar_on_import(kv_sources: Collection[int], ratios: Sequence[int]) -> int | None:
+  """Where the bar is put when a config.json is read: before a last source of ratio 1, else none."""
+  last = max(kv_sources, default=0)
+  return last if last > 0 and ratios[last] == 1 else None
 
 
 def to_published(schedule: Schedule, draft_layers: int = 0) -> dict[str, Any]:
   """The released fields of this schedule (the bar has none).
 
   Raises:
-    ScheduleError: a mode without a published field, by layer.
+    ScheduleError: modes without a published field, all of them by layer.
   """
-  for i, spec in enumerate(schedule):
-    if spec.mode == "dense" or spec.mode in PLAIN:
-      raise ScheduleError(f"layer {i}: '{spec}' has no published field; only HySparse modes do")
+  foreign = [
+    f"layer {i}: '{spec}' has no published field; only HySparse modes do"
+    for i, spec in enumerate(schedule)
+    if spec.mode == "dense" or spec.mode in PLAIN
+  ]
+  if foreign:
+    raise ScheduleError("; ".join(foreign))
   return {
     "num_hidden_layers": len(schedule),
     "compress_ratios": [s.ratio for s in schedule] + [0] * draft_layers,

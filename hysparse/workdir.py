@@ -3,6 +3,7 @@
     experiment.json   the whole config and the versions that wrote it
     checkpoints/      see checkpoints.py
     tokenizer.json    the tokenizer of the data, see tokenizer.py
+    released/         small files of a released model that was converted, see conversion/convert.py
     metrics.jsonl     one record a step, see training/metrics.py
     tensorboard/      the same for TensorBoard
     loss.png, result.json   at the end
@@ -29,8 +30,11 @@ from typing import Any
 from hysparse.config import Config, ConfigError
 
 EXPERIMENT = "experiment.json"
+RELEASED = "released"
 RESULT = "result.json"
 PLOT = "loss.png"
+
+CONVERTED = "converted"  # in experiment.json: what a conversion has to say
 
 MAY_CHANGE = (
   "train.steps",

@@ -9,7 +9,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from absl import flags
 
-for folder in ("nn", "training", "kernels"):
+for folder in ("nn", "training", "kernels", "conversion", "oracle"):
   sys.path.insert(0, str(Path(__file__).parent / folder))
 
 

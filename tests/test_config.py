@@ -1,17 +1,15 @@
-"""Configs: the files of configs/, overrides, error messages, and a released config.json."""
+"""Configs: the files of configs/, overrides and error messages."""
 
-import copy
 import json
 import math
 import pathlib
 
 import pytest
 
-from hysparse import config_file, published
-from hysparse.config import Config, ConfigError, ModelConfig
+from hysparse import config_file
+from hysparse.config import Config, ConfigError
 
 ROOT = pathlib.Path(__file__).parents[1]
-GOLDEN = ROOT / "tests" / "golden"
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 
 
@@ -106,6 +104,9 @@ def test_small_has_kernel_friendly_widths():
     ("model.engram_pad_id", 1024, "model.engram_pad_id: is 1024; must be in 0..vocab_size-1"),
     ("model.yarn_factor", 0.5, "model.yarn_factor: is 0.5; must be 0 (no YaRN) or at least 1"),
     ("model.draft_layers", 1, "model.draft_markov_rank: is 0; must be at least 1"),
+    ("model.vision_layers", -1, "model.vision_layers: is -1; must be 0 (no vision) or more"),
+    ("model.vision_layers", 1, "model.vision_dim: is 0; must be at least 1: there are vision"),
+    ("train.numerics", "fp8", "train.numerics: is 'fp8'; must be one of 'exact', 'kvquant'"),
     ("model.schedule", "swa*3 reuse",
      "model.schedule: layer 3: 'reuse' comes before any full or dense layer"),
     ("model.schedule", "", "model.schedule: is empty"),
@@ -177,125 +178,6 @@ def test_files_that_are_no_config(tmp_path, text, message):
 def test_an_override_below_a_field_is_refused():
   with pytest.raises(ConfigError, match="'d_model' is a field, not a group"):
     config_file.load(str(ROOT / "configs" / "tiny.py"), ["model.d_model.x=1"])
-
-
-# --- A released config.json ----------------------------------------------------------------------
-
-
-@pytest.fixture
-def released():
-  return json.loads((GOLDEN / "hf_configs" / "deepseek-v4.1-flash.json").read_text())
-
-
-def published_error(config):
-  with pytest.raises(ConfigError) as error:
-    published.from_published(config)
-  assert "\n" not in str(error.value)
-  return str(error.value)
-
-
-def test_the_release_is_the_config_of_its_name(released):
-  ours = config_file.load(str(ROOT / "configs" / "v41_flash.py")).model
-  assert published.from_published(released) == ours
-
-
-def test_a_small_checkpoint_of_the_same_layout():
-  model = published.read(str(GOLDEN / "tiny-text" / "config.json"))
-  assert model.schedule == "swa full/2 reuse | full/1+candidates reuse reindex"
-  assert (model.engram_layers, model.yarn_factor, model.draft_layers) == ((0, 1), 4.0, 1)
-
-
-def test_the_list_of_ratios_may_lack_the_draft_layers(released):
-  shorter = copy.deepcopy(released)
-  del shorter["text_config"]["compress_ratios"][40:]
-  assert published.from_published(shorter) == published.from_published(released)
-
-
-def test_both_spellings_of_the_pad_id(released):
-  other = copy.deepcopy(released)
-  other["text_config"]["engram_pad_id"] = other["text_config"].pop("engram_pad_token_id")
-  assert published.from_published(other) == published.from_published(released)
-
-
-def test_mechanisms_that_are_off_leave_their_fields_unread(released):
-  text = released["text_config"]
-  text |= {"candidate_source_layer_id": -1, "candidate_topk_blocks": 0, "candidate_block_size": 0}
-  text |= {"engram_layer_ids": [], "engram_n_heads": 0, "engram_vocab_size": 0}
-  text |= {"num_nextn_predict_layers": 0, "dspark_markov_rank": 0, "dspark_target_layer_ids": []}
-  text |= {"swiglu_limit": 0, "rope_scaling": None}
-  text["compress_ratios"] = text["compress_ratios"][:40]
-  model = published.from_published(released)
-  assert model.layers.candidate_source is None
-  assert (model.engram_layers, model.draft_layers) == ((), 0)
-  assert (model.swiglu_limit, model.yarn_factor) == (0.0, 0.0)
-  assert model.compress_rope_theta == 160_000.0
-
-
-def test_all_problems_are_reported_at_once(released):
-  text = released["text_config"]
-  del text["hidden_size"]
-  text |= {"head_dim": "512", "hidden_act": "gelu", "rope_scaling": {"rope_type": "linear"}}
-  message = published_error(released)
-  for part in (
-    "hidden_size: is missing",
-    "head_dim: is '512'; must be a whole number",
-    "hidden_act: is 'gelu'; must be 'silu'",
-    "rope_scaling.rope_type: is 'linear'; must be 'yarn'",
-    "rope_scaling.factor: is missing",
-  ):
-    assert part in message
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"o_groups": 7}, "o_groups: is 7; must be a divisor of n_heads (64)"),
-    ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: is 63; must be even"),
-    ({"sliding_window": 0}, "sliding_window: is 0; must be at least 1"),
-    ({"n_shared_experts": 2}, "n_shared_experts: is 2; must be 0 or 1"),
-    ({"scoring_func": "tanh"}, "scoring_func: is 'tanh'; must be one of 'sqrtsoftplus'"),
-    ({"num_key_value_heads": 8}, "num_key_value_heads: is 8; must be 1"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings: is True; must be False"),
-    ({"engram_num_embeddings": [1]}, "engram_num_embeddings: has 1 entries; 2 layers"),
-    ({"rope_scaling": "yarn"}, "rope_scaling: is 'yarn'; must be a group of fields or null"),
-    ({"kv_source_layer_ids": [2, 8, 14]}, "layer 20: ratio 1 differs from 2"),
-    ({"compress_ratios": [0] * 41}, "compress_ratios: has 41 entries; 40 layers"),
-    ({"compress_ratios": None}, "compress_ratios: is None; must be a sequence of whole numbers"),
-    ({"num_hidden_layers": "40"}, "num_hidden_layers: is '40'; must be a whole number"),
-    ({"dspark_target_layer_ids": [40]}, "dspark_target_layer_ids: is (40,); must be layers in"),
-  ],
-)
-def test_problems_are_told_in_the_words_of_the_file(released, changes, message):
-  released["text_config"] |= changes
-  assert message in published_error(released)
-
-
-@pytest.mark.parametrize(
-  "config, message",
-  [
-    ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM; only DeepseekV41"),
-    ({}, "architecture None; only DeepseekV41"),
-    ({"architectures": ["DeepseekV41ForCausalLM"]}, "text_config: is missing"),
-    ([], "no object at its top"),
-  ],
-)
-def test_unknown_architectures_are_refused_by_name(config, message):
-  assert message in published_error(config)
-
-
-def test_unreadable_files(tmp_path):
-  with pytest.raises(ConfigError, match=r"none\.json: cannot be read: No such file"):
-    published.read(str(tmp_path / "none.json"))
-  broken = tmp_path / "broken.json"
-  broken.write_text("{")
-  with pytest.raises(ConfigError, match=r"broken\.json: is not JSON"):
-    published.read(str(broken))
-
-
-def test_every_model_field_is_read_from_the_release_or_is_ours():
-  ours = {"experts_per_prompt_token", "residual", "main_kv", "index_k", "window_kv"}
-  by_rule = {"schedule", "engram_layers", "engram_pad_id", "draft_layers", "gate_temp"}
-  assert set(ModelConfig.__dataclass_fields__) == {*published.FIELDS.values(), *by_rule, *ours}
 
 
 def test_tiny_has_every_mechanism_and_really_selects():

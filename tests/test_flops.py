@@ -237,8 +237,8 @@ def test_the_reference_model_has_exactly_these_products(residual, streams, sched
 
   def loss(params, buffers, tokens):
     model: Model = nnx.merge(graphdef, params, buffers)
-    x_BxSxD, aux = model.hidden(Batch.of(tokens))
-    return model.logits(x_BxSxD).sum() + aux.indexer_loss.sum()
+    hidden = model.hidden(Batch.of(tokens))
+    return model.logits(hidden.x_BxSxD).sum() + hidden.aux.indexer_loss.sum()
 
   B, S = 2, 64
   arguments = params, buffers, jax.ShapeDtypeStruct((B, S), jnp.int32)

@@ -19,6 +19,7 @@ from hysparse.parameters import (
   draft_weights,
   engram_rows,
   parameters,
+  vision_weights,
   weights,
 )
 
@@ -56,6 +57,8 @@ TILED = {"wq_a", "wq_b", "wo_a", "wo_b", "main_proj", "table"}
 
 
 def stored_type(weight):
+  if weight.part == "vision":
+    return "bf16"
   if weight.name in ("w1", "w2", "w3"):
     return "fp4"
   latent = weight.name == "wkv" and weight.part != "compressor"
@@ -66,22 +69,20 @@ def stored_type(weight):
   return "bf16"
 
 
-def vision_elements():
-  """Bfloat16 elements of the vision tower and its three learned vectors, from its config."""
-  width, inner, layers, patch, merge, D = 1024, 2816, 32, 14, 3, 5120
-  block = 2 * width + 3 * width * (width + 1) + width * (width + 1) + 3 * inner * width
-  tower = width * (3 * patch * patch + 1) + layers * block + width
-  return tower + D * (width * merge * merge + 1) + D * (D + 1) + 3 * D
-
-
 def test_every_element_of_the_released_checkpoint_is_accounted_for(released):
   totals = dict.fromkeys(PUBLISHED, 0)
-  for weight in (*weights(released), *draft_weights(released)):
+  for weight in (*weights(released), *draft_weights(released), *vision_weights(released)):
     totals[stored_type(weight)] += weight.size
-    if weight.part == "balance_bias":
-      totals["f32"] += weight.size  # the release has a second one, for image tokens
-  totals["bf16"] += vision_elements()
   assert totals == PUBLISHED
+  assert sum(parameters(released).values()) == sum(PUBLISHED.values())
+
+
+def test_vision_counts_once_and_reaches_no_text_token(released):
+  blind = dataclasses.replace(released, vision_layers=0)
+  biases = 40 * 384 + 3 * 128  # a second one in every router, the draft layers included
+  seen, unseen = parameters(released), parameters(blind)
+  assert sum(seen.values()) - sum(unseen.values()) == seen["vision"] + biases
+  assert active_parameters(released) == active_parameters(blind)
 
 
 def is_prime(n):
@@ -133,10 +134,22 @@ def test_prefill_needs_all_layers_where_the_decoder_cannot_be_replayed():
 MODES = "swa full/4 dense/2 reindex mha gqa/2 full/1+candidates reindex"
 
 
+DRAFTS = {"draft_layers": 2, "draft_markov_rank": 3, "draft_target_layers": (1, 5)}
+VISION = {"vision_layers": 2, "vision_dim": 16, "vision_heads": 2, "vision_ffn_dim": 6,
+          "vision_patch": 2}  # fmt: skip
+
+
+def untrained(config):
+  """Router biases, of the draft layers too."""
+  every = (*weights(config), *draft_weights(config))
+  return sum(weight.size for weight in every if weight.part == "balance_bias")
+
+
 @pytest.mark.parametrize(
   "changes",
   [
     {},
+    {**DRAFTS, **VISION, "draft_experts": 3},
     {"schedule": MODES, "residual": "two_pass"},
     {"schedule": MODES, "residual": "plain", "streams": 1, "shared_experts": 0},
   ],
@@ -149,9 +162,8 @@ def test_the_table_is_what_the_modules_hold(changes):
   def held(kind):
     return sum(x.size for x in jax.tree.leaves(nnx.filter_state(state, kind)))
 
-  counted = parameters(config.model)
-  assert held(moe.RouterBias) == counted.pop("balance_bias")
-  assert held(nnx.Param) == sum(counted.values())
+  assert held(moe.RouterBias) == untrained(config.model)
+  assert held(nnx.Param) == sum(parameters(config.model).values()) - untrained(config.model)
 
 
 def test_the_released_model_can_be_described_without_memory():
@@ -160,6 +172,5 @@ def test_the_released_model_can_be_described_without_memory():
   _, state = abstract(config)
   seconds = time.perf_counter() - began
   trained = sum(x.size for x in jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
-  counts = parameters(config.model)
-  assert trained == sum(counts.values()) - counts["balance_bias"] - counts["drafts"]
+  assert trained == sum(parameters(config.model).values()) - untrained(config.model)
   assert seconds < 60  # seconds; a layer that is built for real takes minutes

@@ -50,6 +50,6 @@ def bits_per_byte(
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _nats(graphdef, state, arrays: Mapping[str, Array], loss_block: int) -> Array:
   model: Model = nnx.merge(graphdef, state)
-  x_BxSxD, _ = model.hidden(make_batch(arrays))
+  x_BxSxD = model.hidden(make_batch(arrays)).x_BxSxD
   losses = token_losses(model, x_BxSxD, arrays["targets"], loss_block)
   return jnp.where(arrays["mask"], losses, 0.0).sum()

@@ -57,7 +57,7 @@ def indexer_recall(
 def _sums(graphdef, state, arrays, config: ModelConfig) -> dict[int, Array]:
   model: Model = nnx.merge(graphdef, state)
   batch = make_batch(arrays)
-  _, told = model.hidden(batch, capture=True)
+  told = model.hidden(batch, capture=True).aux
   return {
     layer: _layer_sums(told.trace[layer], batch, config, config.layers[layer].ratio)
     for layer in config.layers.index_sources

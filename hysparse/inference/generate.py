@@ -67,7 +67,7 @@ def _loop(
     row, at, _ = carry
     whole = Batch.of(row)
     batch = Batch(whole.tokens_BxS, whole.positions_BxS, whole.valid_BxS, prompt_tokens[None])
-    output = forward(graphdef, state, batch, (at - 1)[None, None])
+    output = forward(graphdef, state, batch, logits_at=(at - 1)[None, None])
     logits = output.logits_BxNxV[0, 0]
     drawn = jax.random.categorical(
       jax.random.fold_in(key, at), logits / jnp.maximum(temperature, 1e-6)

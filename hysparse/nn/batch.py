@@ -6,28 +6,37 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-  """B rows of S tokens; a row holds one document or several packed ones.
+  """B rows of S tokens; without a cache a row holds one document or several packed ones.
 
   Documents start at row offsets that are multiples of `ModelConfig.alignment`. Padding behind a
   document counts as its tail (positions run on), so nothing real ever sees it.
+
+  With a cache a row continues one sequence: its valid tokens come first and `continuing` sets the
+  positions.
 
   Attributes:
     tokens_BxS: token ids.
     positions_BxS: position of each token inside its document; 0 starts a new one.
     valid_BxS: False on padding, which reaches no expert and counts in no loss or load.
     is_prompt_BxS: True for prompt tokens, which may use fewer experts than generated ones.
+    token_types_BxS: -1 text, 0 image start, 1 image, 2 newline, 3 image end; None: all text.
+    images_BxNxD: features of the image tokens of each row in reading order; None without images.
+    length_B: tokens of each sequence before the call; None without a cache.
   """
 
   tokens_BxS: Int[Array, "B S"]
   positions_BxS: Int[Array, "B S"]
   valid_BxS: Bool[Array, "B S"]
   is_prompt_BxS: Bool[Array, "B S"]
+  token_types_BxS: Int[Array, "B S"] | None = None
+  images_BxNxD: Float[Array, "B N D"] | None = None
+  length_B: Int[Array, "B"] | None = None
 
   @classmethod
   def of(cls, tokens_BxS: Int[Array, "B S"], *, is_prompt: bool = False) -> Batch:
@@ -37,8 +46,28 @@ class Batch:
     everywhere = jnp.ones((B, S), bool)
     return cls(tokens_BxS, positions, everywhere, everywhere if is_prompt else ~everywhere)
 
+  def continuing(self, length_B: Int[Array, "B"]) -> Batch:
+    """The same tokens as the continuation of sequences of `length` tokens."""
+    positions = length_B[:, None] + jnp.arange(self.tokens_BxS.shape[1], dtype=jnp.int32)
+    return dataclasses.replace(self, positions_BxS=positions, length_B=length_B)
+
+  @property
+  def count_B(self) -> Int[Array, "B"]:
+    """Valid tokens of each row."""
+    return self.valid_BxS.sum(1, dtype=jnp.int32)
+
+  @property
+  def is_image_BxS(self) -> Bool[Array, "B S"]:
+    """Image tokens and their delimiters."""
+    if self.token_types_BxS is None:
+      return jnp.zeros(self.tokens_BxS.shape, bool)
+    return self.token_types_BxS >= 0
+
   def span(self, ratio: int) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """Entries lo <= t < hi that each query may see: the complete groups of its own document."""
+    visible = (self.positions_BxS + 1) // ratio
+    if self.length_B is not None:
+      return jnp.zeros_like(visible), visible
     row = jnp.arange(self.tokens_BxS.shape[1], dtype=jnp.int32)
     lo = (row - self.positions_BxS) // ratio
-    return lo, lo + (self.positions_BxS + 1) // ratio
+    return lo, lo + visible

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from hysparse.cache.state import LayerCache
 from hysparse.config import ModelConfig
 from hysparse.nn.attention import Attention
 from hysparse.nn.batch import Batch
-from hysparse.nn.engram import Engram
+from hysparse.nn.engram import Engram, Ids
 from hysparse.nn.execution import Execution
 from hysparse.nn.handoff import LayerAux, Published
 from hysparse.nn.linear import RMSNorm
@@ -27,8 +29,7 @@ class Inputs:
   """What every layer of a call reads and none changes."""
 
   batch: Batch
-  compressed_BxS: Int[Array, "B S"] | None  # compressed token ids, if the model has Engram
-  pad_id: Int[Array, ""] | None  # compressed id of missing history
+  ids: Ids | None  # if the model has Engram
 
 
 @jax.tree_util.register_dataclass
@@ -40,33 +41,102 @@ class Carry:
   pre_BxSxM: Float[Array, "B S M"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Passed:
+  """What a layer returns: the carry, what later layers read, its cache, what it tells."""
+
+  carry: Carry
+  published: Published
+  cache: LayerCache | None
+  aux: LayerAux
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+  """What a layer is asked to tell.
+
+  Attributes:
+    trace: what the layer read and chose (for evaluation and comparison, not for training).
+    entering: mean of the streams before attention, which draft layers read.
+  """
+
+  trace: bool = False
+  entering: bool = False
+
+
 class Block(nnx.Module):
   """Layer `layer` of the schedule; equal layers share one graph and differ in parameters only."""
 
-  def __init__(self, config: ModelConfig, layer: int, run: Execution, *, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: ModelConfig,
+    layer: int,
+    run: Execution,
+    *,
+    rngs: nnx.Rngs,
+    attention: type[nnx.Module] | None = None,
+  ):
+    """
+    Args:
+      attention: another class than the layer's mode has (the draft layers').
+    """
     spec = config.layers[layer]
     if spec.engram:
       self.engram = Engram(config, layer, run, rngs=rngs)
     self.hc_attn = Streams(config, run, rngs=rngs)
     self.attn_norm = RMSNorm(config.d_model, config.norm_eps)
-    attention = PlainAttention if spec.mode in PLAIN else Attention
+    attention = attention or (PlainAttention if spec.mode in PLAIN else Attention)
     self.attn = attention(config, spec, run, rngs=rngs)
     self.hc_ffn = Streams(config, run, rngs=rngs)
     self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
     self.ffn = MoE(config, run, rngs=rngs)
 
   def __call__(
-    self, carry: Carry, inputs: Inputs, published: Published, *, capture: bool = False
-  ) -> tuple[Carry, Published, LayerAux]:
-    """`capture` also returns what the layer read and chose (for evaluation, not for training)."""
-    x, batch = carry.x_BxSxMxD, inputs.batch
-    if hasattr(self, "engram"):
-      x = self.engram(x, inputs.compressed_BxS, inputs.pad_id, batch)
-    x, pre, (published, indexer_loss, trace) = self.hc_attn(
-      x, carry.pre_BxSxM, lambda u: self.attn(self.attn_norm(u), batch, published)
+    self,
+    carry: Carry,
+    inputs: Inputs,
+    published: Published,
+    cache: LayerCache | None = None,
+    wanted: Wanted = Wanted(),
+  ) -> Passed:
+    """The whole layer."""
+    x, rows = self.remember(carry.x_BxSxMxD, inputs)
+    passed = self.transform(Carry(x, carry.pre_BxSxM), inputs, published, cache, wanted)
+    aux = passed.aux
+    if wanted.trace and rows is not None:
+      aux = dataclasses.replace(aux, trace=aux.trace | {"engram": x, "engram_rows": rows})
+    if wanted.entering:
+      mean_BxSxD = x.astype(jnp.float32).mean(2).astype(x.dtype)
+      aux = dataclasses.replace(aux, entering_BxSxD=mean_BxSxD)
+    return dataclasses.replace(passed, aux=aux)
+
+  def remember(
+    self, x_BxSxMxD: Float[Array, "B S M D"], inputs: Inputs
+  ) -> tuple[Float[Array, "B S M D"], Int[Array, "B S J"] | None]:
+    """The streams with n-gram memory and the rows looked up, if the layer has Engram."""
+    if not hasattr(self, "engram"):
+      return x_BxSxMxD, None
+    return self.engram(x_BxSxMxD, inputs.ids, inputs.batch)
+
+  def transform(
+    self,
+    carry: Carry,
+    inputs: Inputs,
+    published: Published,
+    cache: LayerCache | None = None,
+    wanted: Wanted = Wanted(),
+  ) -> Passed:
+    """The layer behind Engram: attention, then experts."""
+    batch = inputs.batch
+    x, pre, (told,) = self.hc_attn(
+      carry.x_BxSxMxD,
+      carry.pre_BxSxM,
+      lambda u: self.attn(self.attn_norm(u), batch, published, cache),
     )
     x, pre, (load, balance, chosen) = self.hc_ffn(
       x, pre, lambda u: self.ffn(self.ffn_norm(u), batch)
     )
-    aux = LayerAux(load, balance, indexer_loss, trace | chosen if capture else None)
-    return Carry(x, pre), published, aux
+    trace = told.trace | chosen | {"streams": x, "pre": pre} if wanted.trace else None
+    aux = LayerAux(load, balance, told.indexer_loss, told.stale_B, trace=trace)
+    return Passed(Carry(x, pre), told.published, told.cache, aux)

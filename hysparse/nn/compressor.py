@@ -28,13 +28,30 @@ class Compressor(nnx.Module):
     self.norm = RMSNorm(config.head_dim, config.norm_eps)
 
   def __call__(self, x_BxSxD: Float[Array, "B S D"]) -> Float[Array, "B T C"]:
+    """Latents of a row whose groups begin at multiples of r."""
     if self.ratio == 1:
       return self.norm(self.wkv(x_BxSxD))
     B, S, _ = x_BxSxD.shape
     T = S // self.ratio
-    whole = x_BxSxD[:, : T * self.ratio].astype(jnp.float32)
     kv, score = (
-      y.reshape(B, T, self.ratio, y.shape[-1]) for y in (self.wkv(whole), self.wgate(whole))
+      y.reshape(B, T, self.ratio, y.shape[-1])
+      for y in self.contributions(x_BxSxD[:, : T * self.ratio])
     )
-    pooled_BxTxC = (kv * jax.nn.softmax(score, axis=2)).sum(2)
-    return self.norm(pooled_BxTxC.astype(x_BxSxD.dtype))
+    return self.pool(kv, score, x_BxSxD.dtype)
+
+  def contributions(
+    self, x_BxSxD: Float[Array, "B S D"]
+  ) -> tuple[Float[Array, "B S C"], Float[Array, "B S C"]]:
+    """(key-value, score) of each token, float32; for r > 1."""
+    wide = x_BxSxD.astype(jnp.float32)
+    return self.wkv(wide), self.wgate(wide)
+
+  def pool(
+    self,
+    kv_BxTxRxC: Float[Array, "B T r C"],
+    score_BxTxRxC: Float[Array, "B T r C"],
+    dtype: jnp.dtype,
+  ) -> Float[Array, "B T C"]:
+    """Latents of groups from the contributions of their tokens."""
+    pooled_BxTxC = (kv_BxTxRxC * jax.nn.softmax(score_BxTxRxC, axis=2)).sum(2)
+    return self.norm(pooled_BxTxC.astype(dtype))

@@ -5,15 +5,17 @@ Source: arXiv 2609.19969, section 2.6.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from hysparse_kernels import engram
 from jaxtyping import Array, Float, Int
 
 from hysparse.config import ConfigError, ModelConfig
-from hysparse.nn import init
+from hysparse.nn import init, weights
 from hysparse.nn.batch import Batch
 from hysparse.nn.execution import Execution
 from hysparse.nn.linear import Linear
@@ -42,6 +44,22 @@ def tables(config: ModelConfig) -> tuple[engram.HashConstants, ...]:
     raise ConfigError(f"model.{error}") from None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ids:
+  """Compressed ids that n-grams are made of.
+
+  Attributes:
+    compressed_BxS: of the call's tokens, -1 for images.
+    pad: the id that stands for missing history.
+    history_BxL: ids before the call, oldest first, -1 for none; None without a cache.
+  """
+
+  compressed_BxS: Int[Array, "B S"]
+  pad: Int[Array, ""]
+  history_BxL: Int[Array, "B L"] | None = None
+
+
 class Engram(nnx.Module):
   """Looks up the n-grams that end at each token and adds what it finds, gated, to each stream."""
 
@@ -51,7 +69,7 @@ class Engram(nnx.Module):
     columns = (config.engram_max_ngram - 1) * config.engram_heads * config.engram_dim
     shape = (self.constants.rows, config.engram_dim)
     self.table = nnx.Param(init.table(rngs.params(), shape, init.ENGRAM_TABLE_STD))
-    self.wkv = Linear(columns, (M + 1) * D, rngs=rngs)
+    self.wkv = Linear(columns, (M + 1) * D, rngs=rngs, fp8_input=run.official)
     self.q_weight = nnx.Param(jnp.ones((M, D), jnp.float32))
     self.k_weight = nnx.Param(jnp.ones((M, D), jnp.float32))
 
@@ -62,19 +80,19 @@ class Engram(nnx.Module):
   def __call__(
     self,
     x_BxSxMxD: Float[Array, "B S M D"],
-    compressed_BxS: Int[Array, "B S"],
-    pad_id: Int[Array, ""],
+    ids: Ids,
     batch: Batch,
-  ) -> Float[Array, "B S M D"]:
-    """The streams with memory added.
-
-    Args:
-      compressed_BxS: compressed token ids.
-      pad_id: compressed id that stands for missing history.
-    """
+  ) -> tuple[Float[Array, "B S M D"], Int[Array, "B S J"]]:
+    """The streams with memory added, and the rows of the table that were looked up."""
     B, S, M, D = x_BxSxMxD.shape
-    rows_BxSxJ = engram.hash_rows(compressed_BxS, batch.positions_BxS, self.constants, pad_id)
-    memory = self.table[...].astype(x_BxSxMxD.dtype)[rows_BxSxJ].reshape(B * S, -1)
+    rows_BxSxJ = engram.hash_rows(
+      ids.compressed_BxS,
+      batch.positions_BxS,
+      self.constants,
+      ids.pad,
+      history_BxL=ids.history_BxL,
+    )
+    memory = weights.look_up(self.table, rows_BxSxJ, x_BxSxMxD.dtype).reshape(B * S, -1)
     kv_NxD = self.wkv(memory).reshape(B * S, M + 1, D)
     x_NxMxD = engram.gate(
       x_BxSxMxD.reshape(B * S, M, D),
@@ -83,6 +101,7 @@ class Engram(nnx.Module):
       self.q_weight[...],
       self.k_weight[...],
       eps=self.config.norm_eps,
+      dead_N=batch.is_image_BxS.reshape(B * S),
       backend=self.run.backend,
     )
-    return x_NxMxD.reshape(B, S, M, D)
+    return x_NxMxD.reshape(B, S, M, D), rows_BxSxJ

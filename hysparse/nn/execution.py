@@ -7,29 +7,41 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from hysparse.config import TrainConfig
+from hysparse.config import Format, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-  """Choices that change speed and memory, never the function (but for rounding).
+  """Choices that change speed, memory and rounding.
 
   Attributes:
     compute_dtype: of activations and of the matrices as they are used; parameters stay float32.
     backend: of the operations in `hysparse_kernels`.
     remat: "layer" recomputes each layer in the backward pass.
     scan_layers: scan runs of equal layers (compiles faster) instead of unrolling them.
+    numerics: "exact" rounds nothing beyond the compute dtype. "kvquant" rounds what a cache holds
+      to the formats of the config's precision dial. "official" also rounds where the released
+      code does: bfloat16 activations, FP8 inputs of the matrices that are stored quantised.
   """
 
   compute_dtype: Literal["bfloat16", "float32"] = "float32"
   backend: str = "auto"
   remat: Literal["none", "layer"] = "none"
   scan_layers: bool = True
+  numerics: Literal["exact", "kvquant", "official"] = "exact"
 
   @classmethod
   def of(cls, train: TrainConfig) -> Execution:
-    return cls(train.compute_dtype, train.backend, train.remat, train.scan_layers)
+    return cls(train.compute_dtype, train.backend, train.remat, train.scan_layers, train.numerics)
+
+  @property
+  def official(self) -> bool:
+    return self.numerics == "official"
 
   @property
   def dtype(self) -> jnp.dtype:
-    return jnp.dtype(self.compute_dtype)
+    return jnp.dtype("bfloat16" if self.official else self.compute_dtype)
+
+  def stored(self, format: Format) -> Format:
+    """The format that a component of the cache is rounded to."""
+    return "f32" if self.numerics == "exact" else format

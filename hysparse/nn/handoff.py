@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 from hysparse_kernels.indexer import Pool
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from hysparse.cache.state import LayerCache
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +32,25 @@ class Published:
   pool: Pool | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Told:
+  """What an attention module tells beside its output.
+
+  Attributes:
+    published: what later layers read.
+    cache: the layer's cache after the call; None without one.
+    stale_B: a ring row was not the one expected; None without a cache.
+    indexer_loss: see `LayerAux`.
+    trace: see `LayerAux`.
+  """
+
+  published: Published
+  cache: LayerCache | None
+  stale_B: Bool[Array, "B"] | None
+  indexer_loss: Float[Array, ""]
+  trace: dict[str, Any]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerAux:
@@ -39,10 +60,14 @@ class LayerAux:
     load_E: valid tokens that each routed expert got, float32.
     balance_loss: sequence-wise balance loss of the router, scalar.
     indexer_loss: KL of the layer's indexer, scalar; 0 without an indexer.
+    stale_B: a ring row was not the one expected; None without a cache.
+    entering_BxSxD: mean of the streams before attention, if the drafts ask for it.
     trace: what was asked for with `capture`, else None: inputs and choices of the layer by name.
   """
 
-  load_E: Float[Array, " E"]
+  load_E: Float[Array, "*kinds E"]
   balance_loss: Float[Array, ""]
   indexer_loss: Float[Array, ""]
+  stale_B: Bool[Array, "B"] | None = None
+  entering_BxSxD: Float[Array, "B S D"] | None = None
   trace: dict[str, Any] | None = None

@@ -10,11 +10,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from hysparse_kernels.formats import fake_quant
 from hysparse_kernels.indexer import score_rows
 from jaxtyping import Array, Bool, Float, Int
 
 from hysparse.config import ModelConfig
 from hysparse.nn import rope
+from hysparse.nn.execution import Execution
 from hysparse.nn.linear import Linear, RMSNorm
 
 _NO_ENTRY = -1e30  # the logit of a place without an entry; finite, so that its gradient is zero
@@ -23,8 +25,8 @@ _NO_ENTRY = -1e30  # the logit of a place without an entry; finite, so that its 
 class IndexKeys(nnx.Module):
   """Small keys of a source's entries, from its latents before RoPE."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    self.config = config
+  def __init__(self, config: ModelConfig, run: Execution, *, rngs: nnx.Rngs):
+    self.config, self.run = config, run
     self.wk = Linear(config.head_dim, config.index_dim, rngs=rngs)
     self.k_norm = RMSNorm(config.index_dim, config.norm_eps)
 
@@ -33,7 +35,8 @@ class IndexKeys(nnx.Module):
   ) -> Float[Array, "B T D"]:
     """Keys at the position of each group's first token. The latents get no gradient."""
     keys = self.k_norm(self.wk(jax.lax.stop_gradient(latent_BxTxC)))
-    return rope.rotate(keys, positions_BxT, rope.frequencies(self.config, True))
+    keys = rope.rotate(keys, positions_BxT, rope.frequencies(self.config, True))
+    return fake_quant(keys, self.run.stored(self.config.index_k))
 
 
 class IndexQueries(nnx.Module):
@@ -42,9 +45,10 @@ class IndexQueries(nnx.Module):
   Source: arXiv 2609.19969, section 2.3.
   """
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    self.config = config
-    self.wq_b = Linear(config.q_rank, config.index_heads * config.index_dim, rngs=rngs)
+  def __init__(self, config: ModelConfig, run: Execution, *, rngs: nnx.Rngs):
+    self.config, self.run = config, run
+    width = config.index_heads * config.index_dim
+    self.wq_b = Linear(config.q_rank, width, rngs=rngs, fp8_input=run.official)
     self.weights_proj = Linear(config.d_model, config.index_heads, rngs=rngs)
 
   def __call__(
@@ -58,8 +62,9 @@ class IndexQueries(nnx.Module):
     x_BxSxD, qr_BxSxQ = jax.lax.stop_gradient((x_BxSxD, qr_BxSxQ))
     q = self.wq_b(qr_BxSxQ).reshape(*qr_BxSxQ.shape[:2], c.index_heads, c.index_dim)
     q = rope.rotate(q, positions_BxS, rope.frequencies(c, True))
-    weights = self.weights_proj(x_BxSxD.astype(jnp.float32))
-    return q, weights * (c.index_dim * c.index_heads) ** -0.5
+    q = fake_quant(q, self.run.stored(c.index_k))
+    weights = self.weights_proj(x_BxSxD if self.run.official else x_BxSxD.astype(jnp.float32))
+    return q, weights * (c.index_dim**-0.5 * c.index_heads**-0.5)
 
 
 def indexer_loss(

@@ -5,19 +5,35 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from hysparse_kernels.formats import fake_quant
 from jaxtyping import Array, Float
 
-from hysparse.nn import init
+from hysparse.nn import init, weights
 
 
 class Linear(nnx.Module):
-  """x @ weight, in the dtype of x; weight is [inputs, outputs] in float32."""
+  """x @ weight, in the dtype of x; weight is [inputs, outputs] in float32, or quantised.
 
-  def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs, gain: float = 1.0):
+  `fp8_input` quantises x in blocks of 32 channels first, as the released code does in front of
+  every matrix that its checkpoint stores quantised.
+  """
+
+  def __init__(
+    self,
+    inputs: int,
+    outputs: int,
+    *,
+    rngs: nnx.Rngs,
+    gain: float = 1.0,
+    fp8_input: bool = False,
+  ):
+    self.fp8_input = fp8_input
     self.weight = nnx.Param(init.matrix(rngs.params(), (inputs, outputs), gain))
 
   def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-    return x @ self.weight[...].astype(x.dtype)
+    if self.fp8_input:
+      x = fake_quant(x, "fp8")
+    return weights.matmul(x, self.weight)
 
 
 class RMSNorm(nnx.Module):

@@ -9,16 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from hysparse_kernels import hyper_connections as hc
-from jaxtyping import Array, Float, Int
+from hysparse_kernels.compat import einsum
+from jaxtyping import Array, Bool, Float, Int
 
+from hysparse.cache.state import Cache, LayerCache, push
 from hysparse.config import Config, ConfigError, ModelConfig
 from hysparse.nn import init, streams
 from hysparse.nn.batch import Batch
-from hysparse.nn.block import Block, Carry, Inputs
-from hysparse.nn.engram import TokenMap
+from hysparse.nn.block import Block, Carry, Inputs, Passed, Wanted
+from hysparse.nn.drafts import Drafts
+from hysparse.nn.engram import Ids, TokenMap
 from hysparse.nn.execution import Execution
 from hysparse.nn.handoff import LayerAux, Published
+from hysparse.nn.image_span import Delimiters, Grid
 from hysparse.nn.linear import RMSNorm
+from hysparse.nn.vision import Aligner, VisionTower
 
 
 class Table(nnx.Module):
@@ -53,60 +58,140 @@ class Model(nnx.Module):
     self.runs = nnx.List([stack(*run_of_layers) for run_of_layers in config.layers.runs()])
     self.norm = RMSNorm(config.d_model, config.norm_eps)
     self.head = Table(config, init.HEAD_STD * config.d_model**-0.5, rngs=rngs)
+    if config.draft_layers:
+      self.drafts = Drafts(config, run, rngs=rngs)
+    if config.vision_layers:
+      self.vision = VisionTower(config, run, rngs=rngs)
+      self.aligner = Aligner(config, rngs=rngs)
+      self.image = Delimiters(config, rngs=rngs)
 
-  def hidden(
-    self, batch: Batch, *, capture: bool = False
-  ) -> tuple[Float[Array, "B S D"], LayerAux]:
+  def hidden(self, batch: Batch, cache: Cache | None = None, *, capture: bool = False) -> Hidden:
     """States behind the final norm, in the compute dtype, and what the layers told.
 
     Args:
-      capture: unroll the layers and return their traces as a list.
-
-    Returns:
-      The `LayerAux` of all layers stacked on axis 0.
+      cache: state of the sequences that the rows of `batch` continue.
+      capture: unroll the layers and return their traces.
     """
-    inputs = self._inputs(batch)
-    embedded = self.embed.weight[...].astype(self.run.dtype)[batch.tokens_BxS]
-    carry = Carry(*streams.begin(embedded, self.config.streams))
-    published, told, traces = Published(), [], []
-    for stack, (_, count) in zip(self.runs, self.config.layers.runs(), strict=True):
-      graphdef, states = nnx.split(stack)
+    if cache is not None:
+      batch = batch.continuing(cache.length_B)
+    inputs = self.inputs(batch, cache)
+    carry = Carry(*streams.begin(self._embed(batch), self.config.streams))
+    targets = self.config.draft_target_layers if self.config.draft_layers else ()
+    targets = targets if cache is not None or capture else ()
+    published, told, caches, traces, entering = Published(), [], [], [], {}
+    for r, (first, count) in enumerate(self.config.layers.runs()):
+      graphdef, states = nnx.split(self.runs[r])
+      wanted = Wanted(capture, any(first <= t < first + count for t in targets))
 
-      def layer(carry, published, state, graphdef=graphdef):
-        return nnx.merge(graphdef, state)(carry, inputs, published, capture=capture)
+      def layer(carry, published, state, layer_cache, graphdef=graphdef, wanted=wanted) -> Passed:
+        return nnx.merge(graphdef, state)(carry, inputs, published, layer_cache, wanted)
 
       if self.run.remat == "layer":
         layer = jax.checkpoint(layer)
+      run_cache = None if cache is None else cache.layers[r]
       if count > 1 and self.run.scan_layers and not capture:
         # Only layers that publish nothing are stacked, so the scan closes over what they read.
-        def step(carry, state, layer=layer, published=published):
-          carry, _, aux = layer(carry, published, state)
-          return carry, aux
+        def step(carry, xs, layer=layer, published=published):
+          passed = layer(carry, published, *xs)
+          return passed.carry, (passed.cache, passed.aux)
 
-        carry, aux = jax.lax.scan(step, carry, states)
-        told.append(aux)
+        carry, (run_cache, aux) = jax.lax.scan(step, carry, (states, run_cache))
       else:
+        each = []
         for i in range(count):
-          state = jax.tree.map(lambda x, i=i: x[i], states)
-          carry, published, aux = layer(carry, published, state)
-          traces.append(aux.trace)
-          aux = dataclasses.replace(aux, trace=None)
-          told.append(jax.tree.map(lambda x: x[None], aux))
+          state, layer_cache = jax.tree.map(lambda x, i=i: x[i], (states, run_cache))
+          passed = layer(carry, published, state, layer_cache)
+          carry, published = passed.carry, passed.published
+          traces.append(passed.aux.trace)
+          each.append((passed.cache, dataclasses.replace(passed.aux, trace=None)))
+        run_cache, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+      if wanted.entering:
+        entering |= {
+          t: aux.entering_BxSxD[t - first] for t in targets if first <= t < first + count
+        }
+      told.append(dataclasses.replace(aux, entering_BxSxD=None))
+      caches.append(run_cache)
     aux = jax.tree.map(lambda *xs: jnp.concatenate(xs), *told)
-    if capture:
-      aux = dataclasses.replace(aux, trace=traces)
-    return self.norm(self._fold(carry)), aux
+    aux = dataclasses.replace(aux, trace=traces if capture else None)
+    main = jnp.concatenate([entering[t] for t in targets], axis=-1) if targets else None
+    if cache is not None:
+      cache = self._advanced(cache, tuple(caches), inputs, aux, main)
+    return Hidden(self.norm(self._fold(carry)), cache, aux, main)
+
+  def layer(self, index: int) -> Block:
+    """Layer `index` of the schedule as a module of its own."""
+    first = next(f for f, count in self.config.layers.runs() if f <= index < f + count)
+    run = next(i for i, (f, _) in enumerate(self.config.layers.runs()) if f == first)
+    graphdef, states = nnx.split(self.runs[run])
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[index - first], states))
 
   def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Float32 logits of final states."""
-    weight_VxD = self.head.weight[...].astype(x.dtype)
-    return jnp.einsum("...d,vd->...v", x, weight_VxD).astype(jnp.float32)
+    return einsum("...d,vd->...v", x, self.head.weight[...].astype(x.dtype))
 
-  def _inputs(self, batch: Batch) -> Inputs:
+  def draft(self, cache: Cache, anchor_B: Int[Array, "B"]) -> Drafted:
+    """Drafts what follows the anchor, the token after those in the cache; see `draft`."""
+    c = self.config
+    B = anchor_B.shape[0]
+    noise = jnp.full((B, c.draft_block - 1), c.draft_noise_id, jnp.int32)
+    tokens_BxN = jnp.concatenate([anchor_B[:, None], noise], axis=1)
+    carry = Carry(*streams.begin(self._embed(Batch.of(tokens_BxN)), c.streams))
+    carry, stale_B = self.drafts.run_block(cache.drafts, carry, cache.length_B)
+    x_BxNxD = self._fold(carry)
+    logits = self.logits(self.drafts.norm(x_BxNxD))
+    return Drafted(*self.drafts.decide(x_BxNxD, logits, anchor_B), stale_B | cache.error_B)
+
+  def inputs(self, batch: Batch, cache: Cache | None = None) -> Inputs:
+    """What all layers read: the batch and, with Engram, compressed ids (-1 on images)."""
     if not self.config.engram_layers:
-      return Inputs(batch, None, None)
+      return Inputs(batch, None)
     token_map = self.token_map[...]
-    return Inputs(batch, token_map[batch.tokens_BxS], token_map[self.config.engram_pad_id])
+    compressed = jnp.where(batch.is_image_BxS, -1, token_map[batch.tokens_BxS])
+    history = None if cache is None else cache.history_BxL
+    return Inputs(batch, Ids(compressed, token_map[self.config.engram_pad_id], history))
+
+  def encode_image(
+    self, patches_Nx3xPxP: Float[Array, "N 3 P P"], grid: Grid
+  ) -> Float[Array, "n D"]:
+    """Features of the image tokens of one image; see `vision.encode_image`."""
+    return self.aligner(self.vision(patches_Nx3xPxP, grid), grid)
+
+  def _embed(self, batch: Batch) -> Float[Array, "B S D"]:
+    x_BxSxD = self.embed.weight[...].astype(self.run.dtype)[batch.tokens_BxS]
+    if batch.token_types_BxS is None:
+      return x_BxSxD
+    if not self.config.vision_layers:
+      raise ValueError(
+        "batch: has token types, but the model has no vision (model.vision_layers 0)"
+      )
+    images_BxNxD = batch.images_BxNxD
+    if images_BxNxD is None:
+      images_BxNxD = x_BxSxD[:, :0]
+    return self.image.insert(x_BxSxD, batch.token_types_BxS, images_BxNxD)
+
+  def _advanced(
+    self,
+    cache: Cache,
+    layers: tuple[LayerCache, ...],
+    inputs: Inputs,
+    aux: LayerAux,
+    main_BxSxTD: Float[Array, "B S TD"] | None,
+  ) -> Cache:
+    """The cache after a call."""
+    batch, drafts, history = inputs.batch, cache.drafts, cache.history_BxL
+    if drafts is not None:
+      # Only the last W tokens can stay in a ring.
+      kept = min(self.config.window, batch.tokens_BxS.shape[1])
+      at_BxN = batch.count_B[:, None] + jnp.arange(-kept, 0)
+      main = jnp.take_along_axis(main_BxSxTD, jnp.maximum(at_BxN, 0)[..., None], axis=1)
+      drafts = self.drafts.fill(drafts, main, cache.length_B[:, None] + at_BxN, at_BxN >= 0)
+    if history is not None:
+      history = push(history, inputs.ids.compressed_BxS, batch.count_B)
+    length_B = cache.length_B + batch.count_B
+    error_B = cache.error_B | aux.stale_B.any(0) | (length_B > cache.max_tokens)
+    return dataclasses.replace(
+      cache, layers=layers, drafts=drafts, history_BxL=history, length_B=length_B, error_B=error_B
+    )
 
   def _fold(self, carry: Carry) -> Float[Array, "B S D"]:
     B, S, M, D = carry.x_BxSxMxD.shape
@@ -122,11 +207,49 @@ class Model(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Hidden:
+  """What the layers return.
+
+  Attributes:
+    x_BxSxD: states behind the final norm.
+    cache: after the call; None without one.
+    aux: the `LayerAux` of all layers stacked on axis 0; traces as a list.
+    main_BxSxTD: what the draft layers read, if there are any and a cache or traces were asked for.
+  """
+
+  x_BxSxD: Float[Array, "B S D"]
+  cache: Cache | None
+  aux: LayerAux
+  main_BxSxTD: Float[Array, "B S TD"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Output:
-  """Logits [B, N, V] in float32 for the positions asked, and what the layers told."""
+  """Logits in float32 for the positions asked; the rest as in `Hidden`."""
 
   logits_BxNxV: Float[Array, "B N V"]
+  cache: Cache | None
   aux: LayerAux
+  main_hidden_BxSxTD: Float[Array, "B S TD"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+  """A drafted block.
+
+  Attributes:
+    ids_BxN: the anchor, then the drafts.
+    logits_BxNxV: from which each draft was taken, float32.
+    confidence_BxN: that the draft will be accepted, a raw logit.
+    error_B: the cache held rows that are not the sequence's.
+  """
+
+  ids_BxN: Int[Array, "B N+1"]
+  logits_BxNxV: Float[Array, "B N V"]
+  confidence_BxN: Float[Array, "B N"]
+  error_B: Bool[Array, "B"]
 
 
 def create(
@@ -172,20 +295,40 @@ def forward(
   graphdef: nnx.GraphDef,
   state: nnx.State,
   batch: Batch,
-  logits_at: Int[Array, "B N"] | None = None,
+  cache: Cache | None = None,
   *,
+  logits_at: Int[Array, "B N"] | None = None,
   all_positions: bool = False,
+  capture: bool = False,
 ) -> Output:
-  """The model as a pure function, to be compiled over (static graphdef, state, batch).
+  """The model as a pure function, to be compiled over (static graphdef, state, batch, cache).
+
+  A whole prompt, a chunk of one and a single token are the same call; with a cache each row
+  continues its sequence, and the result equals that of one call over all its tokens.
 
   Args:
-    logits_at: row offsets whose logits are wanted; None: the last one.
+    logits_at: row offsets whose logits are wanted; None: each row's last valid token.
     all_positions: all of them (S x V floats: for tests and small models).
+    capture: also return what every layer read and chose (see `LayerAux.trace`).
   """
   model = nnx.merge(graphdef, state)
-  x_BxSxD, aux = model.hidden(batch)
+  hidden = model.hidden(batch, cache, capture=capture)
+  x_BxSxD = hidden.x_BxSxD
   if not all_positions:
     if logits_at is None:
-      logits_at = jnp.full((x_BxSxD.shape[0], 1), x_BxSxD.shape[1] - 1, jnp.int32)
+      offsets = jnp.arange(x_BxSxD.shape[1])
+      logits_at = jnp.where(batch.valid_BxS, offsets, 0).max(1, keepdims=True)
     x_BxSxD = jnp.take_along_axis(x_BxSxD, logits_at[..., None], axis=1)
-  return Output(model.logits(x_BxSxD), aux)
+  return Output(model.logits(x_BxSxD), hidden.cache, hidden.aux, hidden.main_BxSxTD)
+
+
+def draft(
+  graphdef: nnx.GraphDef, state: nnx.State, cache: Cache, anchor_B: Int[Array, "B"]
+) -> Drafted:
+  """Greedy drafts of the tokens behind the anchor, which itself follows the tokens in the cache.
+
+  `forward` has filled the draft layers' rings; nothing is written here.
+
+  Source: arXiv 2609.19969, section 3 (DSpark).
+  """
+  return nnx.merge(graphdef, state).draft(cache, anchor_B)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import nnx
 from hysparse_kernels.dense_attention import dense_attention
 from jaxtyping import Array, Float
 
+from hysparse.cache.state import LayerCache, append
 from hysparse.config import ModelConfig
 from hysparse.nn import rope
 from hysparse.nn.batch import Batch
 from hysparse.nn.execution import Execution
-from hysparse.nn.handoff import Published
+from hysparse.nn.handoff import Published, Told
 from hysparse.nn.linear import Linear, RMSNorm
 from hysparse.nn.output import GroupedOutput
 from hysparse.schedule import LayerSpec
@@ -29,19 +32,33 @@ class PlainAttention(nnx.Module):
     self.wq_b = Linear(c.q_rank, c.n_heads * c.head_dim, rngs=rngs)
     self.wk = Linear(c.d_model, self.kv_heads * c.head_dim, rngs=rngs)
     self.wv = Linear(c.d_model, self.kv_heads * c.head_dim, rngs=rngs)
-    self.output = GroupedOutput(config, rngs=rngs)
+    self.output = GroupedOutput(config, run, rngs=rngs)
 
   def __call__(
-    self, x_BxSxD: Float[Array, "B S D"], batch: Batch, published: Published
-  ) -> tuple[Float[Array, "B S D"], Published, Float[Array, ""], dict]:
+    self,
+    x_BxSxD: Float[Array, "B S D"],
+    batch: Batch,
+    published: Published,
+    cache: LayerCache | None = None,
+  ) -> tuple[Float[Array, "B S D"], Told]:
     """As `Attention`: what earlier layers published passes through."""
-    c = self.config
+    c, positions = self.config, batch.positions_BxS
     freqs = rope.frequencies(c, False)
     B, S, _ = x_BxSxD.shape
     q = self.wq_b(self.q_norm(self.wq_a(x_BxSxD))).reshape(B, S, c.n_heads, c.head_dim)
     k, v = (w(x_BxSxD).reshape(B, S, self.kv_heads, c.head_dim) for w in (self.wk, self.wv))
-    q, k = (rope.rotate(y, batch.positions_BxS, freqs) for y in (q, k))
+    q, k = (rope.rotate(y, positions, freqs) for y in (q, k))
+    if cache is not None:
+      cache = dataclasses.replace(
+        cache,
+        keys_BxTxHxC=append(cache.keys_BxTxHxC, k, positions, batch.valid_BxS),
+        values_BxTxHxC=append(cache.values_BxTxHxC, v, positions, batch.valid_BxS),
+      )
+      k, v = (x.astype(q.dtype) for x in (cache.keys_BxTxHxC, cache.values_BxTxHxC))
     attended = dense_attention(
       q, k, v, *batch.span(1), scale=c.head_dim**-0.5, backend=self.run.backend
     )
-    return self.output(attended.out_BxSxHxC), published, jnp.zeros((), jnp.float32), {"q": q}
+    y_BxSxD = self.output(attended.out_BxSxHxC)
+    stale_B = None if cache is None else jnp.zeros((B,), bool)
+    trace = {"q": q, "attention": y_BxSxD}
+    return y_BxSxD, Told(published, cache, stale_B, jnp.zeros((), jnp.float32), trace)

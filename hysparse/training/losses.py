@@ -72,8 +72,9 @@ def loss_fn(
     sources), "load" [layers, experts] (valid tokens each routed expert got).
   """
   model: Model = nnx.merge(graphdef, params, buffers)
-  x_BxSxD, told = model.hidden(make_batch(arrays))
-  losses = token_losses(model, x_BxSxD, arrays["targets"], config.train.loss_block)
+  hidden = model.hidden(make_batch(arrays))
+  told = hidden.aux
+  losses = token_losses(model, hidden.x_BxSxD, arrays["targets"], config.train.loss_block)
   ce = masked_mean(losses, arrays["mask"])
   loss = ce + config.train.balance_loss * told.balance_loss.sum()
   loss += config.train.indexer_loss * told.indexer_loss.sum()

@@ -37,12 +37,14 @@ class Group:
     patterns: names, where `*` stands for one part of a path and (a|b) for either.
     decayed: whether `optim.weight_decay` applies.
     lr_field: field of OptimConfig that multiplies the learning rate, or None.
+    frozen: never changed.
   """
 
   name: str
   patterns: tuple[str, ...]
   decayed: bool = False
   lr_field: str | None = None
+  frozen: bool = False
 
   def holds(self, name: str) -> bool:
     return any(re.fullmatch(p.replace("*", "[^/]+"), name) for p in self.patterns)
@@ -90,6 +92,8 @@ GROUPS = (
     decayed=True,
   ),
   Group("biases, sinks, streams", ("runs/*/attn/sink", "runs/*/(hc_attn|hc_ffn)/(fn|base|scale)")),
+  # The language loss does not reach them, so decay would be all that they get.
+  Group("drafts, vision", ("(drafts|vision|aligner|image)/.+",), frozen=True),
 )
 
 
@@ -136,7 +140,9 @@ def build(optim: OptimConfig, steps: int, params: Iterable[str]) -> optax.Gradie
     return lambda step: plain(step) * factor
 
   updates = {
-    group.name: optax.adamw(
+    group.name: optax.set_to_zero()
+    if group.frozen
+    else optax.adamw(
       curve(group),
       b1=optim.b1,
       b2=optim.b2,
@@ -159,6 +165,8 @@ def describe(optim: OptimConfig, params: Named) -> str:
   lines = [("group", "update", "parameter", "arrays", "values")]
   for group in GROUPS:
     update = f"AdamW, decay {optim.weight_decay if group.decayed else 0:g}"
+    if group.frozen:
+      update = "none"
     if group.lr_field:
       update += f", lr x{_factor(group, optim):g}"
     for (folded, owner), sizes in rows.items():

@@ -25,7 +25,7 @@ from hysparse import checkpoints
 from hysparse.config import Config
 from hysparse.training import optimizer as optimizer_lib
 
-_ROUTER_BIAS = re.compile(r"runs/(\d+)/ffn/gate/bias")
+_ROUTER_BIAS = re.compile(r"runs/(\d+)/ffn/gate/(bias|bias_image)")
 
 
 @jax.tree_util.register_dataclass
@@ -150,25 +150,30 @@ class Trainer:
       "loss": value,
       "grad_norm": grad_norm,
       "lr": jnp.asarray(lr, jnp.float32),
-      "load_peak": jnp.max(load.max(-1) / load.mean(-1)),
+      "load_peak": jnp.max(load.max(-1) / jnp.maximum(load.mean(-1), 1e-9)),
       "bad_step": after.bad_step,
     }
 
 
 def balance(
-  buffers: Mapping[str, Array], load: Float[Array, "layers E"], rate: float
+  buffers: Mapping[str, Array], load: Float[Array, "layers *kinds E"], rate: float
 ) -> dict[str, Array]:
   """Moves each router bias by `rate` towards its expert's fair share, by the sign of the gap.
+
+  The loads of a model with vision are apart, [layers, 2, E]: text moves one bias, images the other.
 
   Source: arXiv 2609.19969, load balance without a gradient.
   """
   gap = jnp.sign(load.mean(-1, keepdims=True) - load) * rate
-  moved, first = dict(buffers), 0
-  names = filter(_ROUTER_BIAS.fullmatch, buffers)
-  for name in sorted(names, key=lambda name: int(_ROUTER_BIAS.fullmatch(name)[1])):
+  gap = gap.reshape(len(gap), -1, gap.shape[-1])  # [layers, kinds, E]
+  moved, first = dict(buffers), {"bias": 0, "bias_image": 0}
+  found = filter(None, map(_ROUTER_BIAS.fullmatch, buffers))
+  for match in sorted(found, key=lambda match: int(match[1])):
+    name, kind = match[0], match[2]
     layers = len(buffers[name])
-    moved[name] = buffers[name] + gap[first : first + layers]
-    first += layers
+    of_kind = gap[:, 0 if kind == "bias" else 1]
+    moved[name] = buffers[name] + of_kind[first[kind] : first[kind] + layers]
+    first[kind] += layers
   return moved
 
 

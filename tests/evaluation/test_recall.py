@@ -35,7 +35,7 @@ def test_recall_counts_the_entries_with_most_mass(schedule):
   found = indexer_recall(graphdef, state, [small.arrays(inputs)], cfg.model)
   assert set(found) == set(cfg.model.layers.index_sources)
 
-  told = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(inputs, capture=True)[1])(state)
+  told = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(inputs, capture=True).aux)(state)
   K, W = cfg.model.top_k, cfg.model.window
   for layer, result in found.items():
     ratio = cfg.model.layers[layer].ratio

@@ -98,6 +98,43 @@ def test_nan_keys_select_nothing_and_hurt_nobody(backend):
   assert (rows >= 0).all() and not (rows == 3).any()
 
 
+@both
+def test_released_rounding_happens_where_the_released_code_has_it(backend):
+  """Dots, products and sums are rounded to bfloat16; every value here is exact before that."""
+  spec = Spec("rounded", queries=40, before=1200, top_k=40, pool_blocks=20)
+  arguments = spec.arguments()
+  rng = np.random.default_rng(0)
+  for name in ("q_BxSxIxD", "k_BxTxD", "weights_BxSxI"):
+    arguments[name] = jnp.asarray(rng.integers(-20, 21, arguments[name].shape) / 8, jnp.float32)
+  got = select(**arguments, backend=backend, released_rounding=True)
+  inputs = [np.float64(arguments[n]) for n in ("q_BxSxIxD", "k_BxTxD", "weights_BxSxI")]
+
+  def scores(dot, product, total):
+    q, k, w = inputs
+    dots = np.maximum(dot(np.einsum("bsid,btd->bsit", q, k)), 0)
+    return total(product(w[..., None] * dots).sum(2))
+
+  bf16 = lambda x: x.astype(jnp.bfloat16).astype(np.float64)  # noqa: E731
+  plain = lambda x: x  # noqa: E731
+
+  def rows(scores, allowed):
+    hi = np.asarray(arguments["hi_BxS"])[..., None]
+    ranked = np.where((np.arange(scores.shape[-1]) < hi) & allowed, scores, -np.inf)
+    return np.sort(np.argsort(-ranked, axis=-1, kind="stable")[..., : spec.top_k])
+
+  want = rows(scores(bf16, bf16, bf16), True)
+  np.testing.assert_array_equal(got.rows_BxSxK, want)
+  for partly in ((plain, bf16, bf16), (bf16, plain, bf16), (bf16, bf16, plain)):
+    assert (rows(scores(*partly), True) != want).any(), "a rounding changes no selection"
+  other = Pool(got.pool.blocks_BxSxN[:, ::-1], spec.block_size)  # of other queries: it excludes
+  arguments["pool_blocks"] = 0
+  within = select(**arguments, within=other, backend=backend, released_rounding=True).rows_BxSxK
+  mask = np.asarray(other.mask(arguments["k_BxTxD"].shape[1]))
+  want = rows(scores(bf16, bf16, bf16), mask)
+  np.testing.assert_array_equal(within, want)
+  assert (want != np.asarray(got.rows_BxSxK)).any()
+
+
 @by_name
 def test_scores_of_rows_and_their_gradients_equal_the_reference(spec):
   arguments = spec.arguments()

@@ -14,6 +14,8 @@ FORWARD_TOLERANCE = 2e-6
 # The same through two products and a cancelling difference (dp - pull).
 GRADIENT_TOLERANCE = 2e-5
 
+attend = jax.jit(sparse_attention, static_argnames=("scale", "backend"))
+
 by_name = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
 
@@ -25,7 +27,7 @@ def close(a, b, tolerance):
 @by_name
 def test_xla_equals_the_reference(spec):
   arguments = spec.arguments()
-  got, want = (sparse_attention(**arguments, backend=b) for b in ("xla", "reference"))
+  got, want = (attend(**arguments, backend=b) for b in ("xla", "reference"))
   close(got.out_BxSxHxC, want.out_BxSxHxC, FORWARD_TOLERANCE)
   close(got.lse_BxSxH, want.lse_BxSxH, FORWARD_TOLERANCE)
   if spec.top_k:
@@ -49,7 +51,7 @@ def test_gradients_equal_autodiff_of_the_reference(spec):
 
   view = arguments["view"]
   floats = (arguments["q_BxSxHxC"], view.window_BxPxC, view.entries_BxTxC, arguments["sink_H"])
-  got, want = (jax.grad(loss)(floats, b) for b in ("xla", "reference"))
+  got, want = (jax.jit(jax.grad(loss), static_argnums=1)(floats, b) for b in ("xla", "reference"))
   jax.tree.map(lambda a, b: close(a, b, GRADIENT_TOLERANCE), got, want)
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(want))
 
@@ -57,7 +59,7 @@ def test_gradients_equal_autodiff_of_the_reference(spec):
 def test_the_reference_equals_float64_numpy():
   spec = Spec("oracle", batch=2, queries=30, heads=3, window=4, ratio=2, top_k=5, documents=2)
   arguments = spec.arguments()
-  result = sparse_attention(**arguments, backend="reference")
+  result = attend(**arguments, backend="reference")
   q, positions, view, sink = (
     jax.tree.map(np.asarray, arguments[n]) for n in ("q_BxSxHxC", "positions_BxS", "view", "sink_H")
   )
@@ -78,7 +80,7 @@ def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
 
   def out(window, tags):
     changed = dataclasses.replace(view, window_BxPxC=window, tags_BxP=tags)
-    return sparse_attention(**(arguments | {"view": changed}), backend=backend).out_BxSxHxC
+    return attend(**(arguments | {"view": changed}), backend=backend).out_BxSxHxC
 
   stale = view.tags_BxP.at[0, 17].add(-8)  # the row that stood in this ring slot a lap ago
   poison = view.window_BxPxC.at[0, 17].set(1e4)
@@ -90,10 +92,82 @@ def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
 def test_a_query_without_keys_gives_zeros(backend):
   arguments = Spec("blind", queries=6).arguments()
   arguments["positions_BxS"] = jnp.full_like(arguments["positions_BxS"], -1)
-  result = sparse_attention(**arguments, backend=backend)
+  result = attend(**arguments, backend=backend)
   assert not np.asarray(result.out_BxSxHxC).any()
   lse = np.broadcast_to(arguments["sink_H"], result.lse_BxSxH.shape)
   np.testing.assert_allclose(result.lse_BxSxH, lse, atol=FORWARD_TOLERANCE)
+
+
+def in_bfloat16(arguments):
+  """Keys in bfloat16; the queries stay float32, so that the result shows what was rounded."""
+  view = arguments["view"]
+  keys = {n: getattr(view, n).astype(jnp.bfloat16) for n in ("window_BxPxC", "entries_BxTxC")}
+  return arguments | {"view": dataclasses.replace(view, **keys)}
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_probabilities_are_rounded_for_the_product_alone(backend):
+  """Relative to the largest score of the keys; the denominator sums them unrounded."""
+  spec = Spec("rounded", queries=12, heads=3, window=4, top_k=5)
+  arguments = in_bfloat16(spec.arguments())
+  got = attend(**arguments, backend=backend)
+  q, view, sink = (np.asarray(arguments["q_BxSxHxC"]), arguments["view"], arguments["sink_H"])
+  window, entries = (np.float64(x[0]) for x in (view.window_BxPxC, view.entries_BxTxC))
+  bf16 = lambda x: x.astype(jnp.bfloat16).astype(np.float64)  # noqa: E731
+  others = np.zeros(3)
+  for s, h in np.ndindex(q.shape[1:3]):
+    rows = [row for row in np.asarray(view.rows_BxSxK)[0, s] if row >= 0]
+    keys = np.concatenate([window[max(0, s - 3) : s + 1], entries[rows]])
+    scores = keys @ q[0, s, h] * arguments["scale"]
+    p, sunk = np.exp(scores - scores.max()), np.exp(float(sink[h]) - scores.max())
+    total = p.sum() + sunk
+    want = bf16(p) @ keys / total
+    close(got.out_BxSxHxC[0, s, h], want, FORWARD_TOLERANCE)
+    close(got.lse_BxSxH[0, s, h], scores.max() + np.log(total), FORWARD_TOLERANCE)
+    with_sink = max(scores.max(), float(sink[h]))
+    for i, other in enumerate((
+      p @ keys / total,
+      bf16(p) @ keys / (bf16(p).sum() + sunk),
+      bf16(np.exp(scores - with_sink)) @ keys / np.exp(scores.max() - with_sink) / total,
+    )):  # fmt: skip
+      others[i] = max(others[i], np.abs(other - want).max())
+  assert (others > 100 * FORWARD_TOLERANCE).all(), "the roundings cannot be told apart"
+
+
+def test_gradients_pass_straight_through_the_rounding():
+  arguments = in_bfloat16(Spec("rounded", queries=12, heads=3, window=4, top_k=5).arguments())
+  d_out = jnp.asarray(np.random.default_rng(1).normal(size=(1, 12, 3, 16)), jnp.float32)
+
+  def loss(floats, backend):
+    result = sparse_attention(**(arguments | floats), backend=backend)
+    return (result.out_BxSxHxC * d_out).sum()
+
+  floats = {"q_BxSxHxC": arguments["q_BxSxHxC"], "sink_H": arguments["sink_H"]}
+  got, want = (jax.jit(jax.grad(loss), static_argnums=1)(floats, b) for b in ("xla", "reference"))
+  for name in floats:
+    close(got[name], want[name], GRADIENT_TOLERANCE)
+    assert np.abs(want[name]).max() > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_sink_above_every_score_takes_all(backend, dtype):
+  """exp(sink - largest score) is no float32 number, and neither is its inverse."""
+  arguments = Spec("sunk", queries=6, heads=3).arguments()
+  arguments["sink_H"] = jnp.float32([200.0, 1e4, -1e4])
+  if dtype == jnp.bfloat16:
+    arguments = in_bfloat16(arguments)
+  run = lambda a: attend(**a, backend=backend)  # noqa: E731
+  result = run(arguments)
+  without = run(arguments | {"sink_H": jnp.full(3, -jnp.inf)})
+  out, lse = result.out_BxSxHxC, result.lse_BxSxH
+  np.testing.assert_array_equal(out[:, :, :2], 0)
+  np.testing.assert_allclose(lse[:, :, :2], np.broadcast_to([200.0, 1e4], lse[:, :, :2].shape))
+  np.testing.assert_array_equal(out[:, :, 2], without.out_BxSxHxC[:, :, 2])
+  loss = lambda sink: sparse_attention(  # noqa: E731
+    **(arguments | {"sink_H": sink}), backend=backend
+  ).out_BxSxHxC.sum()
+  np.testing.assert_array_equal(jax.jit(jax.grad(loss))(arguments["sink_H"]), 0)
 
 
 def test_memory_grows_with_the_selection_and_not_with_the_square():

@@ -77,18 +77,18 @@ def _weight(rng: np.random.Generator, path: tuple, leaf: jax.ShapeDtypeStruct) -
     value = normal
   elif name == "scale":
     value = 0.5 + 0.1 * normal
-  elif name == "bias":
+  elif name in ("bias", "bias_image"):
     value = 0.05 * normal
   elif name == "fn":
     value = normal * shape[-1] ** -0.5
-  elif name == "table" or owner in ("embed", "head"):
+  elif name in ("table", "start", "newline", "end") or {name, owner} & {"embed", "head"}:
     value = 0.5 * normal
   else:
     value = normal * shape[-2] ** -0.5
   return jnp.asarray(value, jnp.float32)
 
 
-compiled = jax.jit(forward, static_argnums=0, static_argnames="all_positions")
+compiled = jax.jit(forward, static_argnums=0, static_argnames=("all_positions", "capture"))
 
 
 def logits(cfg: Config, batch: Batch, seed: int = 0) -> np.ndarray:

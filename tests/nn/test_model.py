@@ -133,7 +133,7 @@ def test_backends_and_unrolling_agree(cfg):
 def captured(cfg):
   graphdef, state = small.model(cfg)
   batch = Batch.of(small.tokens(cfg, 2, LENGTH))
-  told = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(batch, capture=True)[1])(state)
+  told = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(batch, capture=True).aux)(state)
   return batch, told.trace
 
 
@@ -211,7 +211,7 @@ def test_every_parameter_of_the_backbone_is_trained():
 
 def layer_aux(cfg, batch, **options):
   graphdef, state = small.model(cfg)
-  return jax.jit(lambda s: nnx.merge(graphdef, s).hidden(batch, **options)[1])(state)
+  return jax.jit(lambda s: nnx.merge(graphdef, s).hidden(batch, **options).aux)(state)
 
 
 def test_prompt_tokens_use_fewer_experts():

@@ -93,7 +93,7 @@ def test_compressor_pools_complete_groups(ratio, length):
 
 def test_output_groups_are_block_diagonal():
   cfg = small.config("swa").model
-  output = GroupedOutput(cfg, rngs=nnx.Rngs(0))
+  output = GroupedOutput(cfg, Execution(), rngs=nnx.Rngs(0))
   x = np.random.default_rng(0).normal(size=(1, 2, cfg.n_heads, cfg.head_dim)).astype(np.float32)
   w = arrays(output)
   parts = [

@@ -69,6 +69,27 @@ def test_balance_moves_each_bias_against_its_load():
   np.testing.assert_array_equal(moved["token_map/map"], np.arange(4))
 
 
+def test_balance_moves_the_bias_of_images_by_their_load_alone():
+  rng = np.random.default_rng(0)
+  load = rng.integers(0, 9, (3, 2, 4)).astype(np.float32)
+  load[2, 1] = 0  # a layer that saw no image
+  buffers = {
+    "runs/1/ffn/gate/bias_image": jnp.zeros((2, 4)),
+    "runs/1/ffn/gate/bias": jnp.zeros((2, 4)),
+    "runs/0/ffn/gate/bias": jnp.zeros((1, 4)),
+    "runs/0/ffn/gate/bias_image": jnp.zeros((1, 4)),
+    "drafts/layers/ffn/gate/bias": jnp.zeros((2, 4)),
+  }
+  moved = state_lib.balance(buffers, jnp.asarray(load), 0.25)
+  gap = np.sign(load.mean(-1, keepdims=True) - load) * 0.25
+  for kind, name in enumerate(("bias", "bias_image")):
+    np.testing.assert_array_equal(moved[f"runs/0/ffn/gate/{name}"], gap[:1, kind])
+    np.testing.assert_array_equal(moved[f"runs/1/ffn/gate/{name}"], gap[1:, kind])
+  np.testing.assert_array_equal(moved["runs/1/ffn/gate/bias_image"][1], 0)
+  np.testing.assert_array_equal(moved["drafts/layers/ffn/gate/bias"], 0)
+  assert (gap[:, 0] != gap[:, 1]).any()
+
+
 def test_balance_evens_the_load_out():
   """Fixed scores that favour one expert: its bias falls until all are chosen about equally."""
   scores = np.random.default_rng(0).uniform(0, 1, (400, 4))

@@ -35,6 +35,7 @@ def select(
   within: Pool | None = None,
   pool_blocks: int = 0,
   block_size: int = 8,
+  released_rounding: bool = False,
   backend: str = "auto",
 ) -> Selection:
   """The `top_k` entries lo <= t < hi with the best score sum_i weight_i * relu(q_i . k_t).
@@ -48,12 +49,14 @@ def select(
     pool_blocks: publish a pool of at most this many blocks (0: none); the selection itself is not
       restricted by it.
     block_size: entries in a block of the published pool.
+    released_rounding: round scores to bfloat16 where the released code does (scores.py).
 
   Source: arXiv 2609.19969, section 2.3.
   """
   run = dispatch.select("indexer", backend, _SELECT)
   inputs = jax.lax.stop_gradient((q_BxSxIxD, k_BxTxD, weights_BxSxI))
-  return Selection(*run(*inputs, lo_BxS, hi_BxS, top_k, within, pool_blocks, block_size))
+  options = (top_k, within, pool_blocks, block_size, released_rounding)
+  return Selection(*run(*inputs, lo_BxS, hi_BxS, *options))
 
 
 def score_rows(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.indexer.pool import Pool, best_blocks
+from hysparse_kernels.indexer.scores import weighted
 from hysparse_kernels.selection import span, top_visible
 
 
@@ -20,10 +21,11 @@ def select(
   within: Pool | None,
   pool_blocks: int,
   block_size: int,
+  released_rounding: bool,
 ) -> tuple[jax.Array, Pool | None]:
   T = k_BxTxD.shape[1]
   dots_BxSxIxT = einsum("bsid,btd->bsit", q_BxSxIxD, k_BxTxD)
-  scores_BxSxT = (weights_BxSxI[..., None] * jax.nn.relu(dots_BxSxIxT)).sum(2)
+  scores_BxSxT = weighted(dots_BxSxIxT, weights_BxSxI, released_rounding)
   visible_BxSxT = span(lo_BxS, hi_BxS, jnp.arange(T))
   pool = None
   if pool_blocks:
@@ -38,4 +40,4 @@ def score_rows(
 ) -> jax.Array:
   k_BxSxKxD = jax.vmap(lambda k, rows: k[rows])(k_BxTxD, jnp.maximum(rows_BxSxK, 0))
   dots_BxSxIxK = einsum("bsid,bskd->bsik", q_BxSxIxD, k_BxSxKxD)
-  return (weights_BxSxI[..., None] * jax.nn.relu(dots_BxSxIxK)).sum(2)
+  return weighted(dots_BxSxIxK, weights_BxSxI)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from hysparse_kernels import blocks
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.indexer.pool import Pool, best_blocks
+from hysparse_kernels.indexer.scores import weighted
 from hysparse_kernels.selection import ascending, rank, span, top_visible
 
 _KEYS = 256
@@ -34,6 +35,7 @@ def select(
   within: Pool | None,
   pool_blocks: int,
   block_size: int,
+  released_rounding: bool,
 ) -> tuple[jax.Array, Pool | None]:
   B, S = q_BxSxIxD.shape[:2]
   T = k_BxTxD.shape[1]
@@ -47,12 +49,13 @@ def select(
       pool = Pool(x["blocks"], within.block_size)
       ids_BxQxP = pool.entry_ids()
       keys = jax.vmap(lambda k, ids: k[ids])(k_BxTxD, jnp.maximum(ids_BxQxP, 0))
-      scores = _weighted(einsum("bqid,bqpd->bqip", x["q"], keys), x["weights"])
+      dots = einsum("bqid,bqpd->bqip", x["q"], keys)
+      scores = weighted(dots, x["weights"], released_rounding)
       visible = (ids_BxQxP >= x["lo"][..., None]) & (ids_BxQxP < x["hi"][..., None])
       best, at = jax.lax.top_k(rank(scores, visible), min(top_k, width))
       rows = jnp.take_along_axis(ids_BxQxP, at, axis=-1)
       return {"rows": _pad(ascending(rows, best > -jnp.inf), min(top_k, T))}
-    scores = _all_scores(x["q"], k_BxTxD, x["weights"])
+    scores = _all_scores(x["q"], k_BxTxD, x["weights"], released_rounding)
     visible = span(x["lo"], x["hi"], jnp.arange(T))
     result = {}
     if pool_blocks:
@@ -70,18 +73,13 @@ def select(
   return result["rows"], Pool(result["pool"], block_size) if pool_blocks else None
 
 
-def _weighted(dots_BxQxIxN: jax.Array, weights_BxQxI: jax.Array) -> jax.Array:
-  return (weights_BxQxI[..., None] * jax.nn.relu(dots_BxQxIxN)).sum(2)
-
-
-def _all_scores(q_BxQxIxD, k_BxTxD, weights_BxQxI) -> jax.Array:
+def _all_scores(q_BxQxIxD, k_BxTxD, weights_BxQxI, released_rounding) -> jax.Array:
   """[B, Q, T], one key block after another."""
   T = k_BxTxD.shape[1]
 
   def keys(k_BxNxD):
-    return jnp.moveaxis(
-      _weighted(einsum("bqid,bnd->bqin", q_BxQxIxD, k_BxNxD), weights_BxQxI), 2, 1
-    )
+    dots = einsum("bqid,bnd->bqin", q_BxQxIxD, k_BxNxD)
+    return jnp.moveaxis(weighted(dots, weights_BxQxI, released_rounding), 2, 1)
 
   parts = jax.lax.map(keys, blocks.split(k_BxTxD, min(_KEYS, T)))
   return jnp.moveaxis(blocks.join(parts, T), 1, 2)
@@ -110,7 +108,7 @@ def _row_blocks(q, weights, rows, **more) -> dict[str, jax.Array]:
 def _score_forward(q, k, weights, rows):
   def block(x):
     chosen = jax.vmap(lambda k, rows: k[rows])(k, x["rows"])
-    return _weighted(einsum("bqid,bqkd->bqik", x["q"], chosen), x["weights"])
+    return weighted(einsum("bqid,bqkd->bqik", x["q"], chosen), x["weights"])
 
   scores = jax.lax.map(block, _row_blocks(q, weights, rows))
   return blocks.join(scores, q.shape[1]), (q, k, weights, rows)

@@ -49,9 +49,9 @@ class Spec:
       "x_NxD": normal(N, D, scale=self.x_scale),
       "ids_NxA": jnp.asarray(ids, jnp.int32),
       "weights_NxA": jnp.asarray(rng.uniform(0.1, 1.5, (N, A)), jnp.float32),
-      "w_gate_ExDxF": normal(E, D, F, scale=D**-0.5),
-      "w_up_ExDxF": normal(E, D, F, scale=D**-0.5),
-      "w_down_ExFxD": normal(E, F, D, scale=F**-0.5),
+      "w_gate": normal(E, D, F, scale=D**-0.5),
+      "w_up": normal(E, D, F, scale=D**-0.5),
+      "w_down": normal(E, F, D, scale=F**-0.5),
       "limit": self.limit,
     }
 

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from hysparse_kernels.compat import einsum
+from hysparse_kernels.formats import Quantised, fake_quant, round_to
 from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
+from hysparse_kernels.moe.matrices import Weights, matrices
 
 MAX_BLOCK = 128  # rows; what larger ones win, they waste in the last block of each run
 
@@ -79,57 +81,83 @@ def make_plan(ids_NxA: jax.Array, experts: int) -> Plan:
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def moe(
   x_NxD: jax.Array,
   ids_NxA: jax.Array,
   weights_NxA: jax.Array,
-  w_gate_ExDxF: jax.Array,
-  w_up_ExDxF: jax.Array,
-  w_down_ExFxD: jax.Array,
+  w_gate: Weights,
+  w_up: Weights,
+  w_down: Weights,
   limit: float,
+  released_rounding: bool,
 ) -> jax.Array:
-  plan = make_plan(ids_NxA, w_gate_ExDxF.shape[0])
+  plan = make_plan(ids_NxA, w_gate.shape[0])
   token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
+  rounding = _Rounding(x_NxD.dtype, released_rounding)
+  x_NxD = rounding.input(x_NxD)
 
   def block(i, y_RxD):
     expert = plan.expert[i]
     x = x_NxD[plan.read(token_R, i)]
-    gate = einsum("rd,df->rf", x, w_gate_ExDxF[expert])
-    up = einsum("rd,df->rf", x, w_up_ExDxF[expert])
-    inner = plan.read(weights_R, i)[:, None] * swiglu(gate, up, limit)
-    return plan.write(y_RxD, einsum("rf,fd->rd", inner.astype(x.dtype), w_down_ExFxD[expert]), i)
+    gate = rounding.output(einsum("rd,df->rf", x, matrices(w_gate, expert, x.dtype)))
+    up = rounding.output(einsum("rd,df->rf", x, matrices(w_up, expert, x.dtype)))
+    inner = rounding.input(plan.read(weights_R, i)[:, None] * swiglu(gate, up, limit))
+    y = rounding.output(einsum("rf,fd->rd", inner, matrices(w_down, expert, x.dtype)))
+    return plan.write(y_RxD, y, i)
 
   y_RxD = jnp.zeros((token_R.shape[0], x_NxD.shape[1]), jnp.float32)
   y_RxD = lax.fori_loop(0, plan.blocks, block, y_RxD)
-  return plan.gather(y_RxD).sum(1).astype(x_NxD.dtype)
+  return plan.gather(y_RxD).sum(1)
 
 
-def _forward(x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD, limit):
-  inputs = (x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD)
-  return moe(*inputs, limit), inputs
+class _Rounding(NamedTuple):
+  """What happens to the inputs and the float32 outputs of an expert's matrices."""
+
+  dtype: jnp.dtype
+  released: bool
+
+  def input(self, x: jax.Array) -> jax.Array:
+    x = x.astype(self.dtype)
+    return fake_quant(x, "fp8") if self.released else x
+
+  def output(self, y: jax.Array) -> jax.Array:
+    return round_to(y, self.dtype) if self.released else y
 
 
-def _backward(limit, inputs, dy_NxD):
-  """Recomputes each block's activations; gradients of the weights are summed in place."""
-  x_NxD, ids_NxA, weights_NxA, w_gate_ExDxF, w_up_ExDxF, w_down_ExFxD = inputs
-  plan = make_plan(ids_NxA, w_gate_ExDxF.shape[0])
+def _forward(x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down, limit, released_rounding):
+  inputs = (x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down)
+  if any(isinstance(w, Quantised) for w in inputs[3:]):
+    raise ValueError("moe: quantised experts have no gradient; dequantise the weights to train")
+  return moe(*inputs, limit, released_rounding), inputs
+
+
+def _backward(limit, released_rounding, inputs, dy_NxD):
+  """Recomputes each block's activations; gradients of the weights are summed in place.
+
+  Rounding passes gradients straight through.
+  """
+  x_NxD, ids_NxA, weights_NxA, gates_ExDxF, ups_ExDxF, downs_ExFxD = inputs
+  plan = make_plan(ids_NxA, gates_ExDxF.shape[0])
   token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
+  rounding = _Rounding(x_NxD.dtype, released_rounding)
+  x_NxD = rounding.input(x_NxD)
+  dy_NxD = dy_NxD.astype(x_NxD.dtype)
 
   def block(i, sums):
     dx_RxD, dweights_R, dw_gate, dw_up, dw_down = sums
     expert, tokens = plan.expert[i], plan.read(token_R, i)
     weights = plan.read(weights_R, i)[:, None]
-    w_gate, w_up, w_down = w_gate_ExDxF[expert], w_up_ExDxF[expert], w_down_ExFxD[expert]
+    w_gate, w_up, w_down = gates_ExDxF[expert], ups_ExDxF[expert], downs_ExFxD[expert]
     # Rows of other experts become 0 on both ends, and so does all that they contribute.
     mine = (jnp.arange(plan.rows) < plan.filled[i])[:, None]
     x, dy = jnp.where(mine, x_NxD[tokens], 0), jnp.where(mine, dy_NxD[tokens], 0)
 
-    gate, up = einsum("rd,df->rf", x, w_gate), einsum("rd,df->rf", x, w_up)
+    gate, up = (rounding.output(einsum("rd,df->rf", x, w)) for w in (w_gate, w_up))
     active, activation_vjp = jax.vjp(functools.partial(swiglu, limit=limit), gate, up)
     dinner = einsum("rd,fd->rf", dy, w_down)
     dgate, dup = (d.astype(x.dtype) for d in activation_vjp(weights * dinner))
-    inner = (weights * active).astype(x.dtype)
+    inner = rounding.input(weights * active)
     dx = einsum("rf,df->rd", dgate, w_gate) + einsum("rf,df->rd", dup, w_up)
     return (
       plan.write(dx_RxD, dx, i),

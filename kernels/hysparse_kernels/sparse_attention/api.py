@@ -27,6 +27,10 @@ def sparse_attention(
   value, in the denominator only; so a query with no key gives zeros. Differentiable in the
   queries, the window, the entries and the sink, through `out` and `lse`.
 
+  Scores, probabilities and their sum are float32. Where the keys are narrower, probabilities
+  (relative to the largest score of the query's keys) are rounded to their dtype for the product
+  with them, as the released code does; gradients pass straight through that.
+
   Args:
     q_BxSxHxC: queries, rotated.
     positions_BxS: position of each query inside its document; negative: sees nothing.

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from hysparse_kernels.compat import einsum
+from hysparse_kernels.formats import round_to
+from hysparse_kernels.sparse_attention.softmax import offsets
 from hysparse_kernels.sparse_attention.view import Attended, View
 
 
@@ -34,13 +36,15 @@ def sparse_attention(
 
   scores_BxSxHxN = einsum("bshc,bsnc->bshn", q_BxSxHxC, keys_BxSxNxC) * scale
   scores_BxSxHxN = jnp.where(visible_BxSxN[:, :, None], scores_BxSxHxN, -jnp.inf)
-  sink_BxSxHx1 = jnp.broadcast_to(sink_H[:, None], (*scores_BxSxHxN.shape[:3], 1))
-  lse_BxSxH = jax.nn.logsumexp(
-    jnp.concatenate([scores_BxSxHxN, sink_BxSxHx1.astype(jnp.float32)], axis=-1), axis=-1
-  )
-  probs_BxSxHxN = jnp.exp(scores_BxSxHxN - lse_BxSxH[..., None])
-  out = einsum("bshn,bsnc->bshc", probs_BxSxHxN, keys_BxSxNxC).astype(q_BxSxHxC.dtype)
+  sink_H = sink_H.astype(jnp.float32)
+  top = offsets(scores_BxSxHxN.max(-1), sink_H)
+  p_BxSxHxN = jnp.exp(scores_BxSxHxN - top.keys[..., None])
+  total_BxSxH = p_BxSxHxN.sum(-1) * top.fade + jnp.exp(sink_H - top.all)
+  lse_BxSxH = top.all + jnp.log(total_BxSxH)
+  share_BxSxHx1 = (top.fade / total_BxSxH)[..., None]  # makes probabilities of p
+  values = einsum("bshn,bsnc->bshc", round_to(p_BxSxHxN, keys_BxSxNxC.dtype), keys_BxSxNxC)
+  out = (values * share_BxSxHx1).astype(q_BxSxHxC.dtype)
   mass = None
   if view.rows_BxSxK is not None:
-    mass = jax.lax.stop_gradient(probs_BxSxHxN[..., W:].sum(2))
+    mass = jax.lax.stop_gradient((p_BxSxHxN[..., W:] * share_BxSxHx1).sum(2))
   return Attended(out, lse_BxSxH, mass)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from hysparse_kernels import blocks
 from hysparse_kernels.compat import einsum
+from hysparse_kernels.formats import round_to
+from hysparse_kernels.sparse_attention.softmax import Offsets, offsets
 from hysparse_kernels.sparse_attention.view import Attended, View
 
 # Gathered entries of a block, in elements: about 2 MB of float32, so that they stay in cache.
@@ -81,6 +83,16 @@ def _gather(entries_BxTxC: jax.Array, rows_BxQxK: jax.Array) -> jax.Array:
   return jax.vmap(lambda e, r: e.at[r].get(mode="promise_in_bounds"))(entries_BxTxC, rows)
 
 
+def _offsets(near: jax.Array, far: jax.Array | None, sink_H: jax.Array) -> Offsets:
+  largest = near.max(-1) if far is None else jnp.maximum(near.max(-1), far.max(-1))
+  return offsets(largest, sink_H)
+
+
+def _narrowed(p: jax.Array, values: jax.Array) -> jax.Array:
+  """Probabilities as they multiply the values: in their dtype."""
+  return round_to(p, values.dtype).astype(values.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(scale, window, q, positions, view, sink):
   return _forward(scale, window, q, positions, view, sink)[0]
@@ -97,20 +109,19 @@ def _forward(scale, window, q, positions, view: View, sink):
     tags_BxL = jax.lax.dynamic_slice_in_dim(tags, x["start"], slab, 1)
     near, far, chosen = _block_scores(x, slab_BxLxC, tags_BxL, view, scale)
     sink_H = sink.astype(jnp.float32)
-    top = jnp.maximum(near.max(-1), sink_H)
+    top = _offsets(near, far, sink_H)
+    p_near = jnp.exp(near - top.keys[..., None])
+    total = p_near.sum(-1)
+    values = einsum("bqhl,blc->bqhc", _narrowed(p_near, slab_BxLxC), slab_BxLxC)
     if far is not None:
-      top = jnp.maximum(top, far.max(-1))
-    p_near = jnp.exp(near - top[..., None])
-    total = p_near.sum(-1) + jnp.exp(sink_H - top)
-    out = einsum("bqhl,blc->bqhc", p_near, slab_BxLxC)
-    result = {}
-    if far is not None:
-      p_far = jnp.exp(far - top[..., None])
+      p_far = jnp.exp(far - top.keys[..., None])
       total += p_far.sum(-1)
-      out += einsum("bqhk,bqkc->bqhc", p_far, chosen)
-      result["mass"] = (p_far / total[..., None]).sum(2)
-    result["out"] = (out / total[..., None]).astype(q.dtype)
-    result["lse"] = top + jnp.log(total)
+      values += einsum("bqhk,bqkc->bqhc", _narrowed(p_far, chosen), chosen)
+    total = total * top.fade + jnp.exp(sink_H - top.all)
+    share = (top.fade / total)[..., None]  # makes probabilities of p
+    result = {"out": (values * share).astype(q.dtype), "lse": top.all + jnp.log(total)}
+    if far is not None:
+      result["mass"] = (p_far * share).sum(2)
     return result
 
   xs = _inputs(q, positions, view, size) | {"start": starts}
@@ -135,21 +146,25 @@ def _backward(scale, window, saved, gradients):
     tags_BxL = jax.lax.dynamic_slice_in_dim(tags, x["start"], slab, 1)
     near, far, chosen = _block_scores(x, slab_BxLxC, tags_BxL, view, scale)
     q_BxQxHxC, d_out_BxQxHxC = x["q"], x["d_out"]
-    lse_x, pull_x = x["lse"][..., None], x["pull"][..., None]
+    pull_x = x["pull"][..., None]
+    top = _offsets(near, far, sink).keys
+    share = jnp.exp(top - x["lse"])[..., None]
 
-    p = jnp.exp(near - lse_x)
-    ds = p * (einsum("bqhc,blc->bqhl", d_out_BxQxHxC, slab_BxLxC) - pull_x)
+    p = jnp.exp(near - top[..., None])
+    ds = p * share * (einsum("bqhc,blc->bqhl", d_out_BxQxHxC, slab_BxLxC) - pull_x)
     d_q = einsum("bqhl,blc->bqhc", ds, slab_BxLxC) * scale
     d_slab = einsum("bqhl,bqhc->blc", ds, q_BxQxHxC) * scale
-    d_slab += einsum("bqhl,bqhc->blc", p, d_out_BxQxHxC)
+    used = round_to(p, slab_BxLxC.dtype) * share
+    d_slab += einsum("bqhl,bqhc->blc", used, d_out_BxQxHxC)
     old = jax.lax.dynamic_slice_in_dim(d_rows, x["start"], slab, 1)
     d_rows = jax.lax.dynamic_update_slice_in_dim(d_rows, old + d_slab, x["start"], 1)
     if far is not None:
-      p = jnp.exp(far - lse_x)
-      ds = p * (einsum("bqhc,bqkc->bqhk", d_out_BxQxHxC, chosen) - pull_x)
+      p = jnp.exp(far - top[..., None])
+      ds = p * share * (einsum("bqhc,bqkc->bqhk", d_out_BxQxHxC, chosen) - pull_x)
       d_q += einsum("bqhk,bqkc->bqhc", ds, chosen) * scale
       d_chosen = einsum("bqhk,bqhc->bqkc", ds, q_BxQxHxC) * scale
-      d_chosen += einsum("bqhk,bqhc->bqkc", p, d_out_BxQxHxC)
+      used = round_to(p, chosen.dtype) * share
+      d_chosen += einsum("bqhk,bqhc->bqkc", used, d_out_BxQxHxC)
       # Unselected places have p = ds = 0, so they add nothing to row 0.
       batch = jnp.arange(q.shape[0])[:, None, None]
       d_entries = d_entries.at[batch, jnp.maximum(x["rows"], 0)].add(d_chosen)
@@ -157,9 +172,13 @@ def _backward(scale, window, saved, gradients):
     return (d_rows, d_entries, d_sink), d_q
 
   xs = _inputs(q, positions, view, size)
-  xs |= {"start": starts, "d_out": blocks.split(d_out, size), "lse": blocks.split(lse, size)}
-  xs |= {"pull": blocks.split(pull, size)}
-  xs |= {"real": blocks.split(jnp.ones(q.shape[:2], jnp.float32), size)}
+  xs |= {
+    "start": starts,
+    "d_out": blocks.split(d_out, size),
+    "lse": blocks.split(lse, size, jnp.inf),
+    "pull": blocks.split(pull, size),
+    "real": blocks.split(jnp.ones(q.shape[:2], jnp.float32), size),
+  }
   entries = view.entries_BxTxC
   carry = (
     jnp.zeros(rows.shape, jnp.float32),

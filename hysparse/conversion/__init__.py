@@ -1,0 +1,1 @@
+"""The published checkpoint layout: its table, reading and checking it, loading, writing it back."""

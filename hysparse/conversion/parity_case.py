@@ -1,0 +1,180 @@
+"""A parity case on disk: a released folder together with what the published code computed for it.
+
+Beside config.json and the shards lie
+
+    case.json       runs, modes, limits, and the shape and dtype of every array of expected.npz
+    expected.npz    end-to-end arrays, named {mode}/{run}/{what} (or without a mode)
+    layers.npz      optional: one layer at a time on stored inputs, named {mode}/layer{i}/{what}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MODES = ("exact", "kvquant", "official")
+
+# What a run is made from; there is nothing to compare it with.
+INPUTS = {
+  "tokens": "an input: what the run reads",
+  "token_types": "an input: what the run reads",
+  "patches": "an input: what the run reads",
+  "start_nh_nw": "an input: where an image stands",
+  "logit_positions": "an input: which logits are stored",
+  "resid_positions": "an input: which residuals are stored",
+  "dspark_steps": "an input: at which steps drafts are stored",
+  "input": "an input: what the layer reads",
+  "pre_mix": "an input: what the layer reads",
+  "engram_input": "an input: what Engram reads",
+}
+AS_SHIPPED = "a kept defect of the published code (stale index keys), not what it should give"
+
+
+class CaseError(ValueError):
+  """A folder that is no parity case; one line that names the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One prompt and what follows it.
+
+  Attributes:
+    name: "A" for instance; the arrays of the run have it in their names.
+    prompt: tokens of the prefill, S.
+    steps: tokens fed one by one after it.
+  """
+
+  name: str
+  prompt: int
+  steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+  """One image of a run: patches [n_h * n_w, 3, p, p] and its span's first token."""
+
+  patches: np.ndarray
+  start: int
+  grid: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """The arrays of a case; see the module docstring.
+
+  Attributes:
+    about: case.json.
+    runs: its runs, in order.
+    expected: arrays of expected.npz.
+    layers: arrays of layers.npz, bfloat16 as float32; empty if the case has none.
+  """
+
+  about: Mapping[str, Any]
+  runs: tuple[Run, ...]
+  expected: Mapping[str, np.ndarray]
+  layers: Mapping[str, np.ndarray]
+
+  @property
+  def modes(self) -> tuple[str, ...]:
+    """The numeric modes that the arrays have."""
+    found = {name.split("/")[0] for name in (*self.expected, *self.layers)}
+    return tuple(mode for mode in MODES if mode in found)
+
+  def images(self, run: Run, row: int) -> list[tuple[str, Image]]:
+    """(name, image) of one batch row, in the order of their spans."""
+    found = []
+    for j in range(len(self.expected)):
+      name = f"image{row}_{j}"
+      if f"{run.name}/{name}/patches" not in self.expected:
+        break
+      start, *grid = (int(n) for n in self.expected[f"{run.name}/{name}/start_nh_nw"])
+      image = Image(self.expected[f"{run.name}/{name}/patches"], start, tuple(grid))
+      found.append((name, image))
+    return sorted(found, key=lambda item: item[1].start)
+
+
+def not_comparable(name: str) -> str | None:
+  """Why an array is not compared; None if it is."""
+  what = name.rsplit("/", 1)[-1]
+  if what.endswith("_as_shipped"):
+    return AS_SHIPPED
+  return INPUTS.get(what)
+
+
+def read(folder: str | Path) -> Case:
+  """Reads and checks a case.
+
+  Raises:
+    CaseError: a file that is missing or broken, or arrays that are not those of case.json.
+  """
+  folder = Path(folder)
+  if not folder.is_dir():
+    raise CaseError(f"{folder}: no such folder; must be a parity case")
+  try:
+    about = json.loads((folder / "case.json").read_text(encoding="utf-8"))
+  except (OSError, ValueError) as error:
+    raise CaseError(f"{folder / 'case.json'}: cannot be read: {_line(error)}") from None
+  expected = _arrays(folder / "expected.npz")
+  layers = _arrays(folder / "layers.npz") if (folder / "layers.npz").exists() else {}
+  layers = {name: _from_bits(array) for name, array in layers.items()}
+  for problem in _problems(about, expected):
+    raise CaseError(f"{folder / 'expected.npz'}: {problem}")
+  runs = tuple(Run(name, int(r["S"]), int(r["n_decode"])) for name, r in about["runs"].items())
+  for run in runs:
+    # A prompt shorter than the window leaves slots of its ring unwritten: they mean nothing.
+    for name in [n for n in expected if re.search(rf"/{re.escape(run.name)}/.*/window_kv$", n)]:
+      expected[name] = expected[name][:, : run.prompt]
+  return Case(about, runs, expected, layers)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+  try:
+    with np.load(path) as arrays:
+      return {name: arrays[name] for name in arrays.files}
+  except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    raise CaseError(f"{path}: cannot be read: {_line(error)}") from None
+
+
+def _from_bits(x: np.ndarray) -> np.ndarray:
+  """bfloat16 bits, which layers.npz keeps as uint16, as float32; other arrays as they are."""
+  return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x
+
+
+def _problems(about: Any, expected: Mapping[str, np.ndarray]) -> Iterator[str]:
+  """What keeps the arrays from being those that case.json describes."""
+  if not isinstance(about, dict) or not isinstance(about.get("runs"), dict) or not about["runs"]:
+    yield "case.json beside it has no runs"
+    return
+  for name, (shape, dtype) in about.get("arrays", {}).items():
+    if name not in expected:
+      yield f"lacks {name}, which case.json lists"
+    elif (list(expected[name].shape), str(expected[name].dtype)) != (shape, dtype):
+      found = expected[name]
+      yield f"{name} is {found.dtype} {list(found.shape)}; case.json says {dtype} {shape}"
+  for name, run in about["runs"].items():
+    if not {"S", "n_decode"} <= set(run):
+      yield f"case.json beside it lacks S or n_decode of run {name}"
+      return
+    needed = run["S"] + run["n_decode"] + any(_is_draft(name, array) for array in expected)
+    for array in ("tokens", "logit_positions"):
+      if f"{name}/{array}" not in expected:
+        yield f"lacks {name}/{array}, without which run {name} cannot be repeated"
+        return
+    if expected[f"{name}/tokens"].shape[1] < needed:
+      yield f"{name}/tokens has {expected[f'{name}/tokens'].shape[1]} tokens a row, not {needed}"
+
+
+def _is_draft(run: str, array: str) -> bool:
+  return re.search(rf"(^|/){re.escape(run)}/dspark\d+/", array) is not None
+
+
+def _line(error: Exception) -> str:
+  return " ".join(str(error).split()) or type(error).__name__
