@@ -7,9 +7,13 @@ Prints for each array the error, the limit and pass or FAIL (--json: as JSON). S
 """
 
 import json
+import os
 from collections.abc import Sequence
 
-from absl import app, flags
+# Most of the time goes into compiling programs that run a few times: half of it is LLVM.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+from absl import app, flags, logging
 
 import hysparse
 from hysparse import command_line
@@ -23,6 +27,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print JSON.")
 def main(argv: Sequence[str]) -> int:
   if len(argv) > 1:
     command_line.fail(f"{argv[1]}: not understood")
+  logging.set_verbosity(logging.WARNING)  # JAX tells of every backend that is not there
   try:
     case = parity_case.read(_CASE.value)
     loaded = hysparse.load(_CASE.value)

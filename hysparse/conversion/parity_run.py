@@ -114,7 +114,7 @@ def _prefill(
   at_BxN = jnp.broadcast_to(at_N, (batch.tokens_BxS.shape[0], at_N.shape[0]))
   output = forward(graphdef, state, batch, cache, logits_at=at_BxN, capture=True)
   config = nnx.merge(graphdef, state).config
-  told = _engram_rows(output)
+  told = _engram_rows(config, output)
   if output.main_hidden_BxSxTD is not None:
     told["main_hidden"] = output.main_hidden_BxSxTD[:, -_MAIN_HIDDEN:]
   for i, trace in enumerate(output.aux.trace):
@@ -135,7 +135,7 @@ def _step(
 ) -> tuple[Array, Cache, dict[str, Array]]:
   output = forward(graphdef, state, batch, cache, capture=True)
   config = nnx.merge(graphdef, state).config
-  told = _engram_rows(output)
+  told = _engram_rows(config, output)
   for i, trace in enumerate(output.aux.trace):
     if config.layers[i].has_indexer and trace["rows"] is not None:
       told[f"layer{i}/decode_topk"] = trace["rows"][:, 0]
@@ -146,9 +146,9 @@ _draft = jax.jit(draft, static_argnums=0)
 _encode = jax.jit(encode_image, static_argnums=(0, 3))
 
 
-def _engram_rows(output: Output) -> dict[str, Array]:
-  """{"engram_rows": [B, S, Engram layers, columns]}, {} without Engram."""
-  rows = [trace["engram_rows"] for trace in output.aux.trace if "engram_rows" in trace]
+def _engram_rows(config: ModelConfig, output: Output) -> dict[str, Array]:
+  """{"engram_rows": [B, S, Engram layers, columns]}, layers as listed; {} without Engram."""
+  rows = [output.aux.trace[i]["engram_rows"] for i in config.engram_layers]
   return {"engram_rows": jnp.stack(rows, axis=2)} if rows else {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -286,9 +287,13 @@ def create(
 
 def abstract(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """The same with shapes and dtypes in place of arrays: the released model takes a second."""
-  return nnx.split(
-    nnx.eval_shape(lambda: Model(config.model, Execution.of(config.train), rngs=nnx.Rngs(params=0)))
-  )
+  graphdef, state = _abstract(config.model, Execution.of(config.train))
+  return graphdef, jax.tree.map(lambda struct: struct, state)  # a State can be written to
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract(model: ModelConfig, run: Execution) -> tuple[nnx.GraphDef, nnx.State]:
+  return nnx.split(nnx.eval_shape(lambda: Model(model, run, rngs=nnx.Rngs(params=0))))
 
 
 def forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy_tables import hash_constants
 
 # What `features` may pin; each is drawn otherwise.
 FEATURES = (
@@ -106,7 +107,7 @@ def draw(rng: np.random.Generator, features: dict[str, Any]) -> dict:
     "dspark_num_experts_per_tok": pick(0, 1),
   }
   if pick(True, False):
-    text["gate_temp"] = pick(0.5, 2.0)
+    text["gate_temp"] = pick(0.7, 2.0)
   if pinned("yarn", pick(True, False)):
     text["rope_scaling"] = {
       "rope_type": "yarn",
@@ -175,7 +176,5 @@ def _subset(rng, layers: int, count: int) -> list[int]:
 
 
 def _table_rows(text: dict) -> list[int]:
-  from numpy_model import hash_constants
-
   primes, _, _ = hash_constants(text)
   return [int(each.sum()) for each in primes]

@@ -27,7 +27,7 @@ _PLAIN = (
   (r"image_", 0.0, 0.5),
   (r"embed\.weight", 0.0, 0.5),
 )
-_GAIN = ((r"gate\.weight", 3.0), (r"wgate", 2.0), (r"wq_b", 1.5), (r".", 1.2))
+_GAIN = ((r"gate\.weight", 2.0), (r"wgate", 2.0), (r"wq_b", 1.5), (r".", 1.2))
 _SHARD_SPLIT = 3  # every third tensor is in the second shard: scales part from their weights
 
 
