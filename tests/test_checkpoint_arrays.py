@@ -161,6 +161,7 @@ print(written - start, peak[0] - start)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_number_of_arrays(tmp_path):
   command = [sys.executable, "-c", _MEASURE, str(tmp_path)]

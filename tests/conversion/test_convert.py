@@ -246,6 +246,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
   return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
   source = folders.GOLDEN / "tiny-text"
   done = run(f"--source={source}", f"--target={tmp_path / 'run'}", "--dequantise=f32")

@@ -54,6 +54,7 @@ def test_end_to_end(name, mode):
   assert len(report.checks) > 40
 
 
+@pytest.mark.slow
 def test_end_to_end_with_images():
   """Only the run that has images: it compiles two thirds of what both do."""
   report = end_to_end("tiny-vision", "exact", "A")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small
 from hypothesis import given, settings
-from test_model import FIXED, configs, fixed
+from test_model import FIXED, configs
 
 from hysparse.cache.state import allocate
 from hysparse.nn.batch import Batch
@@ -52,7 +52,12 @@ def check_chunks(cfg, calls=RAGGED):
   assert error <= LOGIT_TOLERANCE * np.abs(whole).max()
 
 
-@fixed
+# Everyday: every sparse mode and a scanned run of layers; the others with the slow tests.
+@pytest.mark.parametrize(
+  "cfg",
+  [cfg if i < 2 else pytest.param(cfg, marks=pytest.mark.slow) for i, cfg in enumerate(FIXED)],
+  ids=lambda cfg: cfg.model.schedule,
+)
 def test_ragged_chunks_equal_the_whole(cfg):
   if any(s.is_sparse for s in cfg.model.layers):
     assert cfg.model.top_k < LENGTH // 4, "something must be left out of the selection"
@@ -82,8 +87,3 @@ def test_the_same_calls_leave_the_same_rings_however_the_rows_are_cut():
   for a, b in zip(one.layers, other.layers, strict=True):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
       np.testing.assert_allclose(x, y, atol=LOGIT_TOLERANCE * max(1.0, np.abs(y).max()))
-
-
-def test_scanned_layers_keep_their_own_rings():
-  cfg = small.config("swa*3 full/2 reuse*2", window=4)
-  check_chunks(cfg)

@@ -242,6 +242,7 @@ def temporaries(length):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_training_memory_grows_with_the_length_and_not_with_its_square():
   assert temporaries(16384) < 4.6 * temporaries(4096)  # four times the tokens
 
