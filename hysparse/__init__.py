@@ -12,6 +12,7 @@ from typing import Any
 
 _HOME = {
   "Batch": "hysparse.nn.batch:Batch",
+  "allocate": "hysparse.cache.state:allocate",
   "Config": "hysparse.config:Config",
   "ConfigError": "hysparse.config:ConfigError",
   "Loaded": "hysparse.conversion.load:Loaded",
@@ -19,6 +20,8 @@ _HOME = {
   "Schedule": "hysparse.schedule:Schedule",
   "ScheduleError": "hysparse.schedule:ScheduleError",
   "create": "hysparse.nn.model:create",
+  "draft": "hysparse.nn.model:draft",
+  "encode_image": "hysparse.nn.vision:encode_image",
   "forward": "hysparse.nn.model:forward",
   "load": "hysparse.conversion.load:load",
   "load_config": "hysparse.config_file:load",

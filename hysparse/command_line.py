@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -14,7 +15,8 @@ def parse(argv: Sequence[str]) -> list[str]:
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
-    fail(error)
+    missing = re.findall(r"--(\w+)=None", str(error))
+    fail(", ".join(f"--{name}" for name in missing) + ": missing" if missing else error)
 
 
 def fail(error: object) -> NoReturn:

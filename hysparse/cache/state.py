@@ -55,7 +55,8 @@ class Cache:
     drafts: rings of the draft layers, stacked; None without drafts.
     history_BxL: the last N-1 compressed token ids, oldest first, -1 for none or an image.
     length_B: tokens of each sequence so far.
-    error_B: a ring row was not the one expected, or the sequence outgrew its arrays.
+    error_B: a ring row was not the one expected, the sequence outgrew its arrays, or a call did not
+      fit it (padding in front of tokens, image tokens without features).
     max_tokens: what the arrays have room for (static).
   """
 
@@ -76,8 +77,9 @@ class Cache:
     if len(bad):
       length = np.asarray(self.length_B)[bad]
       raise CacheError(
-        f"cache: sequences {bad.tolist()} of lengths {length.tolist()} hold rows that are not"
-        f" theirs or outgrew max_tokens ({self.max_tokens})"
+        f"cache: sequences {bad.tolist()} of lengths {length.tolist()} outgrew max_tokens"
+        f" ({self.max_tokens}), got padding in front of tokens or image tokens without features, or"
+        " hold rows that are not theirs"
       )
 
 

@@ -78,8 +78,8 @@ def convert(
     return
   for name, value in (("base", base), ("step", step)):
     if value is not None:
-      raise ConfigError(f"{name}: is {str(value)!r}; {source} is no workdir (has no"
-                        f" {workdir_lib.EXPERIMENT}), and released folders have none")  # fmt: skip
+      raise ConfigError(f"{name}: is {str(value)!r}; applies only to a source that is a workdir;"
+                        f" {source} has no {workdir_lib.EXPERIMENT}")  # fmt: skip
   to_workdir(source, target, dequantise=dequantise, say=say)
 
 

@@ -26,6 +26,7 @@ from hysparse.config import ModelConfig
 from hysparse.conversion import tensors as tensors_lib
 from hysparse.conversion.folder import CONFIG, TOKEN_MAP, open_folder
 from hysparse.conversion.importing import TOKEN_MAP as TOKEN_MAP_LEAF
+from hysparse.conversion.importing import decoded
 from hysparse.conversion.origin import Origin, copy_small_files
 from hysparse.conversion.progress import Progress
 from hysparse.conversion.shard_writer import SHARD_BYTES, Entry, ShardWriter, index_text
@@ -221,15 +222,7 @@ def _stored_values(
   if not leaf.is_quantised:
     yield from ((rows, block.astype(dtype)) for rows, block in stored[0].blocks(TILE))
     return
-  scales, height = stored[1].read(), TILE if leaf.encoding == "fp8_tile" else 1
-  for rows, codes in stored[0].blocks(TILE):
-    its = scales[rows.start // height : -(-rows.stop // height)]
-    yield rows, np.asarray(_dequantise(Quantised(codes, np.asarray(its), leaf.encoding), dtype))
-
-
-@jax.jit(static_argnums=1)
-def _dequantise(part: Quantised, dtype: np.dtype) -> jax.Array:
-  return part.dequantise(dtype)
+  yield from decoded(stored[0].blocks(TILE), stored[1].read(), leaf, dtype)
 
 
 @jax.jit(static_argnums=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import jax
@@ -113,15 +113,22 @@ def _dequantised(
 ) -> Shaped[np.ndarray, "..."]:
   dtype = _DTYPES[dequantise]
   out = empty(leaf.model_shape, dtype)
-  height = leaf.tile_rows
   parts = leaf.tensors()
   for codes, scales in zip(parts, parts, strict=True):
     factors = np.concatenate([block for _, block in read(scales)])
-    for rows, block in read(codes):
-      its = factors[rows.start // height : -(-rows.stop // height)]
-      values = _values(Quantised(block, its, leaf.encoding), dtype)
-      _place(out[codes.index], rows, np.asarray(values), leaf)
+    for rows, values in decoded(read(codes), factors, leaf, dtype):
+      _place(out[codes.index], rows, values, leaf)
   return out
+
+
+def decoded(
+  blocks: Iterable[tuple[slice, np.ndarray]], scales: np.ndarray, leaf: Leaf, dtype: np.dtype
+) -> Iterator[tuple[slice, np.ndarray]]:
+  """Values of one quantised tensor, for blocks of whole tiles of its codes and all its scales."""
+  height = leaf.tile_rows
+  for rows, codes in blocks:
+    its = np.asarray(scales[rows.start // height : -(-rows.stop // height)])
+    yield rows, np.asarray(_values(Quantised(codes, its, leaf.encoding), dtype))
 
 
 @jax.jit(static_argnums=1)

@@ -118,6 +118,8 @@ def read(folder: str | Path) -> Case:
   folder = Path(folder)
   if not folder.is_dir():
     raise CaseError(f"{folder}: no such folder; must be a parity case")
+  if not (folder / "case.json").exists():
+    raise CaseError(f"{folder}: has no case.json; must be a case, like tests/golden/tiny-text")
   try:
     about = json.loads((folder / "case.json").read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hysparse.nn.image_span import IMAGE
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Batch:
   Documents start at row offsets that are multiples of `ModelConfig.alignment`. Padding behind a
   document counts as its tail (positions run on), so nothing real ever sees it.
 
-  With a cache a row continues one sequence: its valid tokens come first and `continuing` sets the
-  positions.
+  With a cache a row continues one sequence: its valid tokens come first (else the cache tells of an
+  error) and `continuing` sets the positions.
 
   Attributes:
     tokens_BxS: token ids.
@@ -26,7 +28,8 @@ class Batch:
     valid_BxS: False on padding, which reaches no expert and counts in no loss or load.
     is_prompt_BxS: True for prompt tokens, which may use fewer experts than generated ones.
     token_types_BxS: -1 text, 0 image start, 1 image, 2 newline, 3 image end; None: all text.
-    images_BxNxD: features of the image tokens of each row in reading order; None without images.
+    images_BxNxD: features of the image tokens of this call, of each row in reading order; rows with
+      fewer are filled up. None without images.
     length_B: tokens of each sequence before the call; None without a cache.
   """
 
@@ -39,12 +42,33 @@ class Batch:
   length_B: Int[Array, "B"] | None = None
 
   @classmethod
-  def of(cls, tokens_BxS: Int[Array, "B S"], *, is_prompt: bool = False) -> Batch:
-    """One document per row, without padding."""
+  def of(
+    cls,
+    tokens_BxS: Int[Array, "B S"],
+    counts_B: Int[Array, "B"] | None = None,
+    *,
+    is_prompt: bool = False,
+  ) -> Batch:
+    """One document per row.
+
+    Args:
+      tokens_BxS: token ids.
+      counts_B: tokens of each row, the rest is padding; None: all of them.
+      is_prompt: whether all are prompt tokens.
+
+    Raises:
+      ValueError: tokens that are not [B, S].
+    """
+    tokens_BxS = jnp.asarray(tokens_BxS)
+    if tokens_BxS.ndim != 2:
+      raise ValueError(f"tokens: have shape {tokens_BxS.shape}; must be [sequences, tokens]")
     B, S = tokens_BxS.shape
     positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-    everywhere = jnp.ones((B, S), bool)
-    return cls(tokens_BxS, positions, everywhere, everywhere if is_prompt else ~everywhere)
+    prompt = jnp.full((B, S), is_prompt)
+    valid = jnp.ones((B, S), bool)
+    if counts_B is not None:
+      valid = jnp.arange(S) < jnp.asarray(counts_B)[:, None]
+    return cls(tokens_BxS, positions, valid, prompt)
 
   def continuing(self, length_B: Int[Array, "B"]) -> Batch:
     """The same tokens as the continuation of sequences of `length` tokens."""
@@ -55,6 +79,15 @@ class Batch:
   def count_B(self) -> Int[Array, "B"]:
     """Valid tokens of each row."""
     return self.valid_BxS.sum(1, dtype=jnp.int32)
+
+  @property
+  def unfit_B(self) -> Bool[Array, "B"]:
+    """Rows that cannot continue a sequence: padding in front, or image tokens without features."""
+    gap_B = (self.valid_BxS[:, 1:] & ~self.valid_BxS[:, :-1]).any(1)
+    if self.token_types_BxS is None:
+      return gap_B
+    features = 0 if self.images_BxNxD is None else self.images_BxNxD.shape[1]
+    return gap_B | ((self.token_types_BxS == IMAGE).sum(1) > features)
 
   @property
   def is_image_BxS(self) -> Bool[Array, "B S"]:

@@ -72,52 +72,68 @@ class Model(nnx.Module):
     Args:
       cache: state of the sequences that the rows of `batch` continue.
       capture: unroll the layers and return their traces.
+
+    Raises:
+      ValueError: a batch that does not fit the model or the cache.
     """
+    self._check(batch, cache)
     if cache is not None:
       batch = batch.continuing(cache.length_B)
     inputs = self.inputs(batch, cache)
-    carry = Carry(*streams.begin(self._embed(batch), self.config.streams))
-    targets = self.config.draft_target_layers if self.config.draft_layers else ()
-    targets = targets if cache is not None or capture else ()
-    published, told, caches, traces, entering = Published(), [], [], [], {}
+    carry, published = Carry(*streams.begin(self._embed(batch), self.config.streams)), Published()
+    drafts_read = self.config.draft_layers and (cache is not None or capture)
+    targets = self.config.draft_target_layers if drafts_read else ()
+    runs, entering = [], {}
     for r, (first, count) in enumerate(self.config.layers.runs()):
-      graphdef, states = nnx.split(self.runs[r])
-      wanted = Wanted(capture, any(first <= t < first + count for t in targets))
-
-      def layer(carry, published, state, layer_cache, graphdef=graphdef, wanted=wanted) -> Passed:
-        return nnx.merge(graphdef, state)(carry, inputs, published, layer_cache, wanted)
-
-      if self.run.remat == "layer":
-        layer = jax.checkpoint(layer)
+      inside = [t for t in targets if first <= t < first + count]
       run_cache = None if cache is None else cache.layers[r]
-      if count > 1 and self.run.scan_layers and not capture:
-        # Only layers that publish nothing are stacked, so the scan closes over what they read.
-        def step(carry, xs, layer=layer, published=published):
-          passed = layer(carry, published, *xs)
-          return passed.carry, (passed.cache, passed.aux)
-
-        carry, (run_cache, aux) = jax.lax.scan(step, carry, (states, run_cache))
-      else:
-        each = []
-        for i in range(count):
-          state, layer_cache = jax.tree.map(lambda x, i=i: x[i], (states, run_cache))
-          passed = layer(carry, published, state, layer_cache)
-          carry, published = passed.carry, passed.published
-          traces.append(passed.aux.trace)
-          each.append((passed.cache, dataclasses.replace(passed.aux, trace=None)))
-        run_cache, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
-      if wanted.entering:
-        entering |= {
-          t: aux.entering_BxSxD[t - first] for t in targets if first <= t < first + count
-        }
-      told.append(dataclasses.replace(aux, entering_BxSxD=None))
-      caches.append(run_cache)
+      passed = self._run(r, carry, inputs, published, run_cache, Wanted(capture, bool(inside)))
+      carry, published = passed.carry, passed.published
+      entering |= {t: passed.aux.entering_BxSxD[t - first] for t in inside}
+      runs.append(passed)
+    told = [dataclasses.replace(run.aux, entering_BxSxD=None, trace=None) for run in runs]
     aux = jax.tree.map(lambda *xs: jnp.concatenate(xs), *told)
-    aux = dataclasses.replace(aux, trace=traces if capture else None)
+    if capture:
+      aux = dataclasses.replace(aux, trace=[trace for run in runs for trace in run.aux.trace])
     main = jnp.concatenate([entering[t] for t in targets], axis=-1) if targets else None
     if cache is not None:
-      cache = self._advanced(cache, tuple(caches), inputs, aux, main)
+      cache = self._advanced(cache, tuple(run.cache for run in runs), inputs, aux, main)
     return Hidden(self.norm(self._fold(carry)), cache, aux, main)
+
+  def _run(
+    self,
+    index: int,
+    carry: Carry,
+    inputs: Inputs,
+    published: Published,
+    cache: LayerCache | None,
+    wanted: Wanted,
+  ) -> Passed:
+    """One run of equal layers; its caches and what it tells are stacked, its traces a list."""
+    graphdef, states = nnx.split(self.runs[index])
+    count = self.config.layers.runs()[index][1]
+
+    def layer(carry: Carry, published: Published, state: nnx.State, cache: LayerCache | None):
+      return nnx.merge(graphdef, state)(carry, inputs, published, cache, wanted)
+
+    if self.run.remat == "layer":
+      layer = jax.checkpoint(layer)
+    if count > 1 and self.run.scan_layers and not wanted.trace:
+      # Only layers that publish nothing are stacked, so the scan closes over what they read.
+      def step(carry: Carry, xs: tuple) -> tuple[Carry, tuple]:
+        passed = layer(carry, published, *xs)
+        return passed.carry, (passed.cache, passed.aux)
+
+      carry, (cache, aux) = jax.lax.scan(step, carry, (states, cache))
+      return Passed(carry, published, cache, aux)
+    told, traces = [], []
+    for i in range(count):
+      passed = layer(carry, published, *jax.tree.map(lambda x, i=i: x[i], (states, cache)))
+      carry, published = passed.carry, passed.published
+      told.append((passed.cache, dataclasses.replace(passed.aux, trace=None)))
+      traces.append(passed.aux.trace)
+    cache, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *told)
+    return Passed(carry, published, cache, dataclasses.replace(aux, trace=traces))
 
   def layer(self, index: int) -> Block:
     """Layer `index` of the schedule as a module of its own."""
@@ -132,8 +148,11 @@ class Model(nnx.Module):
 
   def draft(self, cache: Cache, anchor_B: Int[Array, "B"]) -> Drafted:
     """Drafts what follows the anchor, the token after those in the cache; see `draft`."""
-    c = self.config
-    B = anchor_B.shape[0]
+    c, B = self.config, anchor_B.shape[0]
+    if not c.draft_layers:
+      raise ValueError("draft: the model has no draft layers (model.draft_layers is 0)")
+    if len(cache.length_B) != B:
+      raise ValueError(f"draft: {B} anchors for a cache of {len(cache.length_B)} sequences")
     noise = jnp.full((B, c.draft_block - 1), c.draft_noise_id, jnp.int32)
     tokens_BxN = jnp.concatenate([anchor_B[:, None], noise], axis=1)
     carry = Carry(*streams.begin(self._embed(Batch.of(tokens_BxN)), c.streams))
@@ -155,11 +174,24 @@ class Model(nnx.Module):
     self, patches_Nx3xPxP: Float[Array, "N 3 P P"], grid: Grid
   ) -> Float[Array, "n D"]:
     """Features of the image tokens of one image; see `vision.encode_image`."""
+    if not self.config.vision_layers:
+      raise ValueError("encode_image: the model has no vision (model.vision_layers is 0)")
     return self.aligner(self.vision(patches_Nx3xPxP, grid), grid)
+
+  def _check(self, batch: Batch, cache: Cache | None) -> None:
+    B, S = batch.tokens_BxS.shape
+    if cache is None and self.config.max_positions < S:
+      raise ValueError(
+        f"batch: rows of {S} tokens; model.max_positions is {self.config.max_positions}"
+      )
+    if cache is not None and len(cache.length_B) != B:
+      raise ValueError(f"batch: {B} rows for a cache of {len(cache.length_B)} sequences")
 
   def _embed(self, batch: Batch) -> Float[Array, "B S D"]:
     x_BxSxD = self.embed.weight[...].astype(self.run.dtype)[batch.tokens_BxS]
     if batch.token_types_BxS is None:
+      if batch.images_BxNxD is not None:
+        raise ValueError("batch: has images_BxNxD but no token_types_BxS to say where they stand")
       return x_BxSxD
     if not self.config.vision_layers:
       raise ValueError(
@@ -189,7 +221,7 @@ class Model(nnx.Module):
     if history is not None:
       history = push(history, inputs.ids.compressed_BxS, batch.count_B)
     length_B = cache.length_B + batch.count_B
-    error_B = cache.error_B | aux.stale_B.any(0) | (length_B > cache.max_tokens)
+    error_B = cache.error_B | aux.stale_B.any(0) | (length_B > cache.max_tokens) | batch.unfit_B
     return dataclasses.replace(
       cache, layers=layers, drafts=drafts, history_BxL=history, length_B=length_B, error_B=error_B
     )

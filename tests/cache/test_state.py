@@ -79,3 +79,14 @@ def test_a_stale_ring_row_is_reported_by_the_model():
   cache = dataclasses.replace(cache, layers=(dataclasses.replace(layers, ring=stale),))
   with pytest.raises(state.CacheError, match=r"sequences \[0\]"):
     small.compiled(graphdef, weights, batch, cache).cache.check()
+
+
+def test_padding_in_front_of_tokens_is_reported():
+  cfg = small.config("swa*2")
+  graphdef, weights = small.model(cfg)
+  tokens = small.tokens(cfg, 2, 8)
+  right = Batch.of(tokens, jnp.asarray([8, 3]))
+  wrong = dataclasses.replace(right, valid_BxS=right.valid_BxS[:, ::-1])
+  for batch, bad in ((right, [False, False]), (wrong, [False, True])):
+    cache = small.compiled(graphdef, weights, batch, state.allocate(cfg.model, 2, 32)).cache
+    np.testing.assert_array_equal(cache.error_B, bad)
