@@ -37,8 +37,8 @@ def test_counts_make_padding_behind_the_tokens():
   ("act", "message"),
   [
     (
-      lambda m, cfg: forward(*m, Batch.of(jnp.zeros((1, 9), jnp.int32))),
-      "9 tokens.*positions is 8",
+      lambda m, cfg: forward(*m, Batch.of(jnp.zeros((1, 49), jnp.int32))),
+      "49 tokens.*positions is 48",
     ),
     (
       lambda m, cfg: forward(*m, Batch.of(jnp.zeros((1, 2), jnp.int32)), allocate(cfg.model, 2, 8)),
