@@ -163,7 +163,7 @@ def test_no_training_in_a_converted_workdir(converted):
 def test_what_does_not_go_together_is_refused(converted, tmp_path):
   source = folders.GOLDEN / "tiny-text"
   for arguments, error, message in (
-    ({"base": source}, ConfigError, r"base: is '.*tiny-text'; applies only to .* workdir; .* has no experiment"),
+    ({"base": source}, ConfigError, r"base: is '.*tiny-text'; applies only to .* workdir"),
     ({"step": 3}, ConfigError, r"step: is '3'; applies only to .* workdir"),
     ({"source": converted / "tiny-text", "dequantise": "f32"}, ConfigError,
      r"dequantise: is 'f32'; .* is a workdir"),

@@ -147,6 +147,8 @@ def refused(folder: pathlib.Path) -> str:
 
 def test_a_folder_that_is_no_case(tmp_path):
   assert "no such folder" in refused(tmp_path / "none")
+  assert "has no case.json" in refused(tmp_path)
+  (tmp_path / "case.json").write_text("{")
   assert "case.json: cannot be read" in refused(tmp_path)
 
 
