@@ -122,7 +122,7 @@ def read(folder: str | Path) -> Case:
     raise CaseError(f"{folder}: has no case.json; must be a case, like tests/golden/tiny-text")
   try:
     about = json.loads((folder / "case.json").read_text(encoding="utf-8"))
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise CaseError(f"{folder / 'case.json'}: cannot be read: {_line(error)}") from None
   expected = _arrays(folder / "expected.npz")
   layers = _arrays(folder / "layers.npz") if (folder / "layers.npz").exists() else {}
@@ -161,17 +161,46 @@ def _problems(about: Any, expected: Mapping[str, np.ndarray]) -> Iterator[str]:
     elif (list(expected[name].shape), str(expected[name].dtype)) != (shape, dtype):
       found = expected[name]
       yield f"{name} is {found.dtype} {list(found.shape)}; case.json says {dtype} {shape}"
+  for name, array in expected.items():
+    if array.dtype.kind not in "biuf":
+      yield f"{name} is {array.dtype}; must be real numbers"
+      return
   for name, run in about["runs"].items():
-    if not {"S", "n_decode"} <= set(run):
-      yield f"case.json beside it lacks S or n_decode of run {name}"
+    if not isinstance(run, dict) or not all(type(run.get(n)) is int for n in ("S", "n_decode")):
+      yield f"case.json beside it lacks S or n_decode of run {name} as whole numbers"
+      return
+    if run["S"] < 1 or run["n_decode"] < 0:
+      yield f"run {name}: S is {run['S']} and n_decode {run['n_decode']}; must be 1 and 0 or more"
       return
     needed = run["S"] + run["n_decode"] + any(_is_draft(name, array) for array in expected)
     for array in ("tokens", "logit_positions"):
       if f"{name}/{array}" not in expected:
         yield f"lacks {name}/{array}, without which run {name} cannot be repeated"
         return
-    if expected[f"{name}/tokens"].shape[1] < needed:
-      yield f"{name}/tokens has {expected[f'{name}/tokens'].shape[1]} tokens a row, not {needed}"
+    tokens = expected[f"{name}/tokens"]
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or tokens.shape[1] < needed:
+      yield f"{name}/tokens is {tokens.dtype} {list(tokens.shape)}, not integers [batch, {needed}]"
+      return
+    yield from _misfits(name, run, len(tokens), expected)
+
+
+def _misfits(
+  name: str, run: Mapping[str, int], batch: int, expected: Mapping[str, np.ndarray]
+) -> Iterator[str]:
+  """Selections of a run that are not as long as it is, or select what cannot exist."""
+  total = run["S"] + run["n_decode"]
+  leading = {
+    **dict.fromkeys(("topk", "candidates", "experts"), (batch, run["S"])),
+    **dict.fromkeys(("decode_topk", "decode_logits"), (run["n_decode"], batch)),
+  }
+  for key, array in expected.items():
+    what = key.rsplit("/", 1)[-1]
+    if f"/{name}/" not in key or what not in leading:
+      continue
+    if array.shape[:2] != leading[what]:
+      yield f"{key} is {list(array.shape)}; run {name} needs {list(leading[what])} in front"
+    elif what in ("topk", "decode_topk") and array.size and array.max() >= total:
+      yield f"{key} selects entry {array.max()}; a run of {total} tokens has none"
 
 
 def _is_draft(run: str, array: str) -> bool:

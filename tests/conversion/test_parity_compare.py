@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -176,3 +177,36 @@ def test_arrays_that_are_not_those_of_the_description(folder):
 def test_a_case_without_layers(folder):
   (folder / "layers.npz").unlink()
   assert parity_case.read(folder).layers == {}
+
+
+@pytest.mark.parametrize(
+  ("alter", "message"),
+  [
+    (lambda about, arrays: about["runs"]["A"].update(S=0), "run A: S is 0"),
+    (lambda about, arrays: about["runs"]["A"].update(n_decode=None), "lacks S or n_decode"),
+    (lambda about, arrays: about["runs"].update(A=None), "lacks S or n_decode of run A"),
+    (lambda about, arrays: about["runs"]["A"].update(n_decode=3), "decode_logits is .*needs"),
+    (
+      lambda about, arrays: arrays.update(
+        {"exact/A/layer1/topk": arrays["exact/A/layer1/topk"] + np.int16(500)}
+      ),
+      "selects entry",
+    ),
+    (lambda about, arrays: arrays.update({"A/tokens": arrays["A/tokens"][0]}), "A/tokens is"),
+    (
+      lambda about, arrays: arrays.update(
+        {"exact/A/main_hidden": arrays["exact/A/main_hidden"] * 1j}
+      ),
+      "must be real numbers",
+    ),
+  ],
+)
+def test_a_case_that_contradicts_itself(folder, alter, message):
+  about = json.loads((folder / "case.json").read_text())
+  about.pop("arrays")  # which would tell first
+  with np.load(folder / "expected.npz") as stored:
+    arrays = dict(stored)
+  alter(about, arrays)
+  (folder / "case.json").write_text(json.dumps(about))
+  np.savez(folder / "expected.npz", **arrays)
+  assert re.search(message, refused(folder))
