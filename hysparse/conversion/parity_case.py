@@ -155,6 +155,10 @@ def _problems(about: Any, expected: Mapping[str, np.ndarray]) -> Iterator[str]:
   if not isinstance(about, dict) or not isinstance(about.get("runs"), dict) or not about["runs"]:
     yield "case.json beside it has no runs"
     return
+  for part in ("arrays", "suggested_limits", "tolerances"):
+    if not isinstance(about.get(part, {}), dict):
+      yield f"case.json beside it: {part} is {about[part]!r}; must be a group or absent"
+      return
   for name, (shape, dtype) in about.get("arrays", {}).items():
     if name not in expected:
       yield f"lacks {name}, which case.json lists"

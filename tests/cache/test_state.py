@@ -90,3 +90,14 @@ def test_padding_in_front_of_tokens_is_reported():
   for batch, bad in ((right, [False, False]), (wrong, [False, True])):
     cache = small.compiled(graphdef, weights, batch, state.allocate(cfg.model, 2, 32)).cache
     np.testing.assert_array_equal(cache.error_B, bad)
+
+
+@pytest.mark.parametrize(("room", "outgrown"), [(16, False), (15, True)])
+def test_the_last_token_that_fits(room, outgrown):
+  cfg = small.config("swa*2")
+  graphdef, weights = small.model(cfg)
+  cache = state.allocate(cfg.model, 2, room)
+  for _ in range(2):
+    batch = Batch.of(small.tokens(cfg, 2, 8))
+    cache = small.compiled(graphdef, weights, batch, cache).cache
+  np.testing.assert_array_equal(cache.error_B, [outgrown, outgrown])

@@ -176,3 +176,7 @@ def test_a_mode_that_the_case_lacks_is_refused():
   case, loaded = golden("tiny-text")
   with pytest.raises(parity.CaseError, match="mode: is 'half'; the case has exact, kvquant"):
     parity.check(loaded.config, loaded.state, case, ["half"])
+
+
+def test_a_report_without_a_comparison_is_not_ok():
+  assert not parity.Report((), (), (), ()).ok

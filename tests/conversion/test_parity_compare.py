@@ -183,6 +183,8 @@ def test_a_case_without_layers(folder):
   ("alter", "message"),
   [
     (lambda about, arrays: about["runs"]["A"].update(S=0), "run A: S is 0"),
+    (lambda about, arrays: about.update(tolerances=None), "tolerances is None"),
+    (lambda about, arrays: about.update(suggested_limits=[]), r"suggested_limits is \[\]"),
     (lambda about, arrays: about["runs"]["A"].update(n_decode=None), "lacks S or n_decode"),
     (lambda about, arrays: about["runs"].update(A=None), "lacks S or n_decode of run A"),
     (lambda about, arrays: about["runs"]["A"].update(n_decode=3), "decode_logits is .*needs"),
