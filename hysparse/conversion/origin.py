@@ -70,6 +70,9 @@ class Origin:
         raise FolderError(
           path, [f"{INDEX}: cannot be read ({type(error).__name__}: {error})"]
         ) from None
+      for file in index.values():
+        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+          raise FolderError(path, [f"{INDEX}: file {file!r}; must be the name of a file beside it"])
     return cls(path, index, dtypes, {})
 
   def layout(

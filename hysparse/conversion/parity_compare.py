@@ -103,6 +103,8 @@ def end_to_end(
     return Check(name, "rms error", rms(mine - theirs), limits.logits)
   if what in _CACHED and mode == "kvquant":
     share = float((mine != theirs).mean()) if mine.size else 0.0  # a prompt shorter than the ratio
+    if not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+      share = np.inf  # however few they are
     return Check(name, "share of unequal values", share, limits.unequal)
   if what == "expert_weights":
     ids = name.removesuffix("expert_weights") + "experts"

@@ -99,7 +99,7 @@ def limits(about: Mapping[str, Any], mode: str, mode_distance: float | None) -> 
     return next((float(v) for key, v in suggested.items() if key.startswith(start)), default)
 
   if mode == "exact":
-    granted = suggest("exact: logits max_abs", EXACT_LOGITS)
+    granted = min(suggest("exact: logits max_abs", EXACT_LOGITS), EXACT_LOGITS)
     recorded = [
       EXACT_SLACK * part["max_abs"]
       for name, trial in about.get("tolerances", {}).items()
@@ -107,7 +107,7 @@ def limits(about: Mapping[str, Any], mode: str, mode_distance: float | None) -> 
       for part in (trial[kind] for kind in ("prefill", "decode") if kind in trial)
     ]
     strict = min(granted, max([EXACT_SHARE * granted, *recorded]))
-    worst = (("worst row", suggest("layers.npz exact: worst", LAYER_FLOAT32)),)
+    worst = (("worst row", min(suggest("layers.npz exact: worst", LAYER_FLOAT32), LAYER_FLOAT32)),)
     return ModeLimits(strict, strict, strict, 0.0, 0.0, strict, worst, worst, 0.0)
 
   layer_trials = about.get("tolerances", {}).get("layers.npz", {})

@@ -25,7 +25,9 @@ def building(target: pathlib.Path, nbytes: int) -> Iterator[pathlib.Path]:
   Raises:
     FolderError: the target holds something, or the disk has no room or refuses.
   """
-  target = pathlib.Path(target)
+  target = pathlib.Path(target).resolve()
+  if not target.name:
+    raise FolderError(target, ["cannot be a target; a conversion writes to a new folder"])
   partial = target.with_name(f"{target.name}.partial")
   if target.exists() and not (target.is_dir() and not any(target.iterdir())):
     kind = "is not empty" if target.is_dir() else "is a file"

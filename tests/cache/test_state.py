@@ -101,3 +101,9 @@ def test_the_last_token_that_fits(room, outgrown):
     batch = Batch.of(small.tokens(cfg, 2, 8))
     cache = small.compiled(graphdef, weights, batch, cache).cache
   np.testing.assert_array_equal(cache.error_B, [outgrown, outgrown])
+  # Once wrong, a sequence stays wrong, whatever follows.
+  marked = dataclasses.replace(
+    state.allocate(cfg.model, 2, room), error_B=jnp.asarray([True, False])
+  )
+  after = small.compiled(graphdef, weights, Batch.of(small.tokens(cfg, 2, 8)), marked).cache
+  np.testing.assert_array_equal(after.error_B, [True, False])

@@ -212,3 +212,18 @@ def test_a_case_that_contradicts_itself(folder, alter, message):
   (folder / "case.json").write_text(json.dumps(about))
   np.savez(folder / "expected.npz", **arrays)
   assert re.search(message, refused(folder))
+
+
+def test_a_case_cannot_grant_more_than_float32_needs_in_exact_mode():
+  generous = {"suggested_limits": {"exact: logits max_abs (float32 implementation)": 1e9,
+                                   "layers.npz exact: worst row relative rms": 1e9}}  # fmt: skip
+  assert limits(generous, "exact", None) == EXACT
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_cached_value_that_is_not_finite_fails(side):
+  name = "kvquant/A/layer1/compressed_kv"
+  sides = [np.zeros((2, 40, 64), np.float32), np.zeros((2, 40, 64), np.float32)]
+  sides[side][1, 3, 5] = np.nan
+  ours, stored = ({name: x} for x in sides)
+  assert not parity_compare.end_to_end(name, ours, stored, KVQUANT, None).passed

@@ -69,7 +69,7 @@ def test_one_by_one_equals_the_whole():
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, deadline=None, max_examples=6)
 @given(configs())
 def test_ragged_chunks_equal_the_whole_on_random_schedules(cfg):
   check_chunks(cfg)
