@@ -39,8 +39,8 @@ MUTANTS = (
   Mutant(
     "an entry is visible one token early",
     "hysparse/nn/batch.py",
-    "lo + (self.positions_BxS + 1) // ratio",
-    "lo + (self.positions_BxS + 2) // ratio",
+    "visible = (self.positions_BxS + 1) // ratio",
+    "visible = (self.positions_BxS + 2) // ratio",
     "tests/nn/test_model.py::test_later_tokens_change_nothing",
   ),
   Mutant(

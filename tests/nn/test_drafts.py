@@ -60,6 +60,7 @@ def test_drafts_read_the_streams_behind_engram():
   assert np.abs(want[0] - entering).max() > 0.01, "Engram changed nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "calls", [(1,) * 16, pytest.param((1, 1, 1, 1, 6, 6), marks=pytest.mark.slow)]
 )

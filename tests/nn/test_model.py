@@ -202,6 +202,7 @@ def test_the_indexer_loss_reaches_every_indexer_and_nothing_else(schedule):
       assert not of_indexer[name].any(), f"the indexer's loss leaks into {name}"
 
 
+@pytest.mark.slow
 def test_every_parameter_of_the_backbone_is_trained():
   of_language, _ = gradients(small.config())
   for name, gradient in of_language.items():
