@@ -10,19 +10,13 @@ Source of the model fields: arXiv 2609.19969 (released values in configs/v41_fla
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from hysparse import schedule as schedule_lib
-
-
-class ConfigError(ValueError):
-  """A field that is unknown, missing, of the wrong type or illegal; names the field and value."""
+from hysparse.config_fields import ConfigError, build, plain
 
 
 def _need(group: Any, prefix: str, name: str, holds: bool, legal: str) -> None:
@@ -355,70 +349,8 @@ class Config:
     Raises:
       ConfigError: an unknown key (with the nearest known one), a missing or illegal value.
     """
-    return _build(cls, values, "")
+    return build(cls, values)
 
   def to_dict(self) -> dict[str, Any]:
     """Nested plain dictionaries, JSON-ready; `from_dict` reads them back."""
-    return _plain(dataclasses.asdict(self))
-
-
-def _suggestion(key: str, prefix: str, known: Mapping[str, dataclasses.Field]) -> str:
-  """The nearest known field; at the top also the group that a forgotten prefix names."""
-  hints = typing.get_type_hints(Config)
-  homes = [g for g, cls in hints.items() if key in {f.name for f in dataclasses.fields(cls)}]
-  if not prefix and homes:
-    return f"did you mean {homes[0]}.{key}?"
-  near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-  return f"did you mean {prefix}{near[0]}?"
-
-
-def _build(cls, values: Mapping[str, Any], prefix: str):
-  if not isinstance(values, Mapping) and not hasattr(values, "items"):
-    raise ConfigError(f"{prefix[:-1] or 'config'}: must be a group of fields, got {values!r}")
-  hints = typing.get_type_hints(cls)
-  known = {f.name: f for f in dataclasses.fields(cls)}
-  arguments = {}
-  for key, value in values.items():
-    if key not in known:
-      raise ConfigError(f"{prefix}{key}: unknown field; {_suggestion(key, prefix, known)}")
-    arguments[key] = convert(hints[key], value, prefix + key)
-  for key, field in known.items():
-    if key not in arguments and field.default is dataclasses.MISSING:
-      raise ConfigError(f"{prefix}{key}: is missing")
-  return cls(**arguments)
-
-
-def convert(hint: Any, value: Any, name: str) -> Any:
-  """Checks a value against the annotation of its field; ints pass as floats, lists as tuples.
-
-  Raises:
-    ConfigError: another type, naming the field and what would be legal.
-  """
-  if dataclasses.is_dataclass(hint):
-    return value if isinstance(value, hint) else _build(hint, value, name + ".")
-  origin = typing.get_origin(hint)
-  if origin is Literal:
-    if value not in typing.get_args(hint):
-      legal = ", ".join(repr(v) for v in typing.get_args(hint))
-      raise ConfigError(f"{name}: is {value!r}; must be one of {legal}")
-    return value
-  if origin is tuple:
-    if not isinstance(value, (list, tuple)) and type(value).__name__ != "ConfigDict":
-      raise ConfigError(f"{name}: is {value!r}; must be a sequence of whole numbers")
-    return tuple(convert(typing.get_args(hint)[0], v, name) for v in value)
-  if origin is types.UnionType:
-    raise TypeError(f"{name}: optional fields are not used in configs")
-  if hint is float and type(value) in (int, float):
-    if not math.isfinite(value):
-      raise ConfigError(f"{name}: is {value!r}; must be finite")
-    return float(value)
-  if type(value) is not hint:
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
-    raise ConfigError(f"{name}: is {value!r}; must be {words[hint]}")
-  return value
-
-
-def _plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {k: _plain(v) for k, v in value.items()}
-  return [_plain(v) for v in value] if isinstance(value, tuple) else value
+    return plain(dataclasses.asdict(self))

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from hysparse import config as config_lib
+from hysparse import config_fields, published_schedule
 from hysparse import published_fields as names
-from hysparse import published_schedule
 from hysparse import schedule as schedule_lib
 
 _TYPES = typing.get_type_hints(config_lib.ModelConfig)
@@ -221,7 +221,7 @@ class _Reader:
       self.problems.append(f"{self.prefix}{name}: is missing")
       return None
     try:
-      return config_lib.convert(hint, value, self.prefix + name)
+      return config_fields.convert(hint, value, self.prefix + name)
     except config_lib.ConfigError as error:
       self.problems.append(str(error))
       return None
