@@ -88,12 +88,14 @@ def write(
     tree.setdefault(BUFFERS if name in buffers else PARAMS, {})[name] = array
   try:
     temporary.mkdir(parents=True)
-    # Compressed chunks of a whole array would wait in memory for their turn to be written.
+    # Compressed chunks of a whole array would wait in memory for their turn to be written, and an
+    # OCDBT database keeps something of every chunk (160 MB after 4 GB): each array has its files.
     handler = ocp.PyTreeCheckpointHandler(
       type_handler_registry=ocp.type_handlers.create_type_handler_registry(
         (Later, writer), (jax.Array, ocp.type_handlers.ArrayHandler())
       ),
       use_compression=False,
+      use_ocdbt=False,
     )
     chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:

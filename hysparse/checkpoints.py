@@ -258,9 +258,8 @@ class Checkpoints:
 
 @functools.cache
 def mute_leftovers() -> None:
-  """Drops what the rest of a failed read or write would print as it dies, a page for each array.
-
-  The failure itself is raised, and told in one line.
+  """Drops what Orbax says of checkpoints that are in order, and what a failed read or write would
+  print as it dies, a page for each array. The failure itself is raised, and told in one line.
   """
   hook = sys.unraisablehook
 
@@ -272,6 +271,8 @@ def mute_leftovers() -> None:
 
   sys.unraisablehook = filtered
   logging.getLogger("asyncio").addFilter(lambda r: "never retrieved" not in r.getMessage())
+  harmless = ("Skipping merge of OCDBT", "Metadata file does not exist")
+  logging.getLogger("absl").addFilter(lambda r: not any(h in r.getMessage() for h in harmless))
 
 
 def position_record(position: Mapping[str, Any], arrays: Mapping[str, int]) -> dict[str, Any]:

@@ -97,17 +97,16 @@ def allocate(config: ModelConfig, batch: int, max_tokens: int) -> Cache:
     )
   plain = dict.fromkeys(("main_kv", "index_k", "window_kv"), "f32")
   described = layout_lib.layout(dataclasses.replace(config, **plain))
-  arrays: dict[int, dict[str, dict[str, jax.Array]]] = {}
-  for component in described:
-    if component.lifetime in ("global", "bounded"):
-      structs = component.structs(batch, component.rows_at(max_tokens))
-      for layer in component.layers:
-        zeros = {name: jnp.zeros(s.shape, jnp.float32) for name, s in structs.items()}
-        arrays.setdefault(layer, {})[component.name] = zeros
+  kept = [*described.of("global"), *described.of("bounded")]
 
   def stacked(first: int, count: int) -> LayerCache:
-    layers = [_layer_cache(arrays.get(first + i, {})) for i in range(count)]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+    """Layers of a run are alike: what the first owns, all own."""
+    owned = {}
+    for component in kept:
+      if first in component.layers:
+        structs = component.structs(count, batch, component.rows_at(max_tokens))
+        owned[component.name] = {n: jnp.zeros(s.shape, jnp.float32) for n, s in structs.items()}
+    return _layer_cache(owned)
 
   lookback = config.engram_max_ngram - 1
   return Cache(
@@ -125,7 +124,7 @@ def _layer_cache(owned: dict[str, dict[str, jax.Array]]) -> LayerCache:
   for name, arrays in owned.items():
     if name.startswith("window"):
       rows = arrays["values"]
-      fields["ring"] = Ring(rows, jnp.full(rows.shape[:2], EMPTY, jnp.int32))
+      fields["ring"] = Ring(rows, jnp.full(rows.shape[:3], EMPTY, jnp.int32))
     elif name == "main_kv":
       fields["entries_BxTxC"] = arrays["values"]
     elif name == "index_keys":

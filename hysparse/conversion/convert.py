@@ -100,7 +100,13 @@ def to_folder(
   arrays = StoredArrays(source, step)
   kept = Origin(source, {}, {}, {})
   if workdir_lib.CONVERTED in record:
-    dtypes = record[workdir_lib.CONVERTED]["dtypes"]
+    converted = record[workdir_lib.CONVERTED]
+    dtypes = converted.get("dtypes") if isinstance(converted, dict) else None
+    if not isinstance(dtypes, dict) or not set(map(str, dtypes.values())) <= {"BF16", "F32"}:
+      raise WorkdirError(
+        f"{source / workdir_lib.EXPERIMENT}: {workdir_lib.CONVERTED} is {converted!r}; must hold"
+        " dtypes, BF16 or F32 by tensor"
+      )
     kept = Origin.kept(source / workdir_lib.RELEASED, dtypes)
   say(f"{source}, step {arrays.step}: {_size(arrays.specs)}, to {target}")
   export(config.model, arrays, target, base=base, kept=kept, say=say)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
@@ -65,7 +66,7 @@ def read_leaf(
   """
   read = functools.partial(_blocks, folder)
   if leaf.is_quantised and dequantise:
-    return _dequantised(leaf, read, dequantise)
+    return _dequantised(leaf, read, dequantise, folder.path)
   if leaf.is_quantised:
     codes = empty((*leaf.stack, *leaf.codes_shape), np.dtype(np.uint8))
     scales = empty((*leaf.stack, *leaf.scales_shape), np.dtype(np.uint8))
@@ -89,15 +90,19 @@ def dtype_of(folder: Folder, leaf: Leaf, dequantise: Dequantise | None = None) -
 
 
 def dequantised(
-  leaf: Leaf, quantised: Quantised, dequantise: Dequantise
+  leaf: Leaf, quantised: Quantised, dequantise: Dequantise, source: pathlib.Path
 ) -> Shaped[np.ndarray, "..."]:
-  """The plain array of a quantised leaf in host memory, a block of rows at a time."""
+  """The plain array of a quantised leaf in host memory, a block of rows at a time.
+
+  Raises:
+    FolderError: a value that is not finite, by tensor; `source` is where the leaf came from.
+  """
 
   def read(tensor: Tensor) -> Iterator[tuple[slice, np.ndarray]]:
     part = quantised.codes if tensor.part == "codes" else quantised.scales
     return row_blocks(part[tensor.index], leaf.tile_rows)
 
-  return _dequantised(leaf, read, dequantise)
+  return _dequantised(leaf, read, dequantise, source)
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
@@ -109,7 +114,10 @@ def empty(shape: tuple[int, ...], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
 
 
 def _dequantised(
-  leaf: Leaf, read: Callable[[Tensor], Iterator[tuple[slice, np.ndarray]]], dequantise: Dequantise
+  leaf: Leaf,
+  read: Callable[[Tensor], Iterator[tuple[slice, np.ndarray]]],
+  dequantise: Dequantise,
+  source: pathlib.Path,
 ) -> Shaped[np.ndarray, "..."]:
   dtype = _DTYPES[dequantise]
   out = empty(leaf.model_shape, dtype)
@@ -117,6 +125,9 @@ def _dequantised(
   for codes, scales in zip(parts, parts, strict=True):
     factors = np.concatenate([block for _, block in read(scales)])
     for rows, values in decoded(read(codes), factors, leaf, dtype):
+      if not np.isfinite(values).all():  # a code and a scale that are, but not their product
+        place = f"rows {rows.start}..{rows.stop - 1} of {codes.name}"
+        raise FolderError(source, [f"{place} are not all finite in {dtype}"])
       _place(out[codes.index], rows, values, leaf)
   return out
 

@@ -175,7 +175,7 @@ def _from_workdir(
   problems = []
   for step in reversed(steps):
     try:
-      leaves = _stored_leaves(StoredArrays(path, step), config, like, dequantise, engram)
+      leaves = _stored_leaves(path, step, config, like, dequantise, engram)
     except CheckpointError as error:
       problems.append(str(error))
     else:
@@ -186,13 +186,15 @@ def _from_workdir(
 
 
 def _stored_leaves(
-  stored: StoredArrays,
+  path: pathlib.Path,
+  step: int,
   config: Config,
   like: nnx.State,
   dequantise: Dequantise | None,
   engram: str,
 ) -> dict[str, Any]:
   """The model's arrays in one checkpoint: parameters and buffers, no optimizer."""
+  stored = StoredArrays(path, step)
   encoded = {name.removesuffix("/codes") for name in stored if name.endswith("/codes")}
   table = {}
   if encoded:  # by a conversion, so the model is one that can be published
@@ -222,7 +224,8 @@ def _stored_leaves(
         leaves[name] = HostTable(codes[0], scales[0])  # each table stands alone in its run
         continue
       value = Quantised(codes, scales, table[name].encoding)
-      value = importing.dequantised(table[name], value, dequantise) if dequantise else value
+      if dequantise:
+        value = importing.dequantised(table[name], value, dequantise, path)
     else:
       value = stored[name]
       if dequantise == "f32" and jnp.issubdtype(value.dtype, jnp.floating):

@@ -36,7 +36,8 @@ SMALL_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """
+  """Where a model came from, as far as an export can follow it.
+
   Attributes:
     path: the folder of the small files.
     index: the file of each tensor, by the spelling of its name there; empty if not known.
@@ -62,17 +63,10 @@ class Origin:
     Raises:
       FolderError: an index that cannot be read.
     """
-    index = {}
-    if (path / INDEX).exists():
-      try:
-        index = dict(shards_lib.read_json((path / INDEX).read_bytes())["weight_map"])
-      except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FolderError(
-          path, [f"{INDEX}: cannot be read ({type(error).__name__}: {error})"]
-        ) from None
-      for file in index.values():
-        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
-          raise FolderError(path, [f"{INDEX}: file {file!r}; must be the name of a file beside it"])
+    try:
+      index = shards_lib.read_index(path / INDEX) if (path / INDEX).exists() else {}
+    except ValueError as error:
+      raise FolderError(path, [str(error)]) from None
     return cls(path, index, dtypes, {})
 
   def layout(

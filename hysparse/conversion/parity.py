@@ -219,7 +219,7 @@ def _float32_products() -> contextlib.AbstractContextManager:
 
 def _stored_rows(case: Case, name: str, ours: np.ndarray) -> np.ndarray:
   """The positions of an array of a layer that the case stores: all, or those of the residuals."""
-  run, stored = case.runs[0], case.layers.get(name)
+  run, stored = case.layered_run, case.layers.get(name)
   positions = case.expected.get(f"{run.name}/resid_positions")
   if stored is None or positions is None or len(stored) != len(positions):
     return ours

@@ -88,6 +88,21 @@ class Case:
     found = {name.split("/")[0] for name in (*self.expected, *self.layers)}
     return tuple(mode for mode in MODES if mode in found)
 
+  @property
+  def layered_run(self) -> Run:
+    """The run whose prefill layers.npz describes, by the number of its positions.
+
+    Raises:
+      CaseError: there is none.
+    """
+    lengths = {len(x) for name, x in self.layers.items() if name.endswith("/pre_mix")}
+    found = [run for run in self.runs if {run.prompt} == lengths]
+    if not found:
+      raise CaseError(
+        f"layers.npz: has mixes of {sorted(lengths)} positions; no run has such a prompt"
+      )
+    return found[0]
+
   def images(self, run: Run, row: int) -> list[tuple[str, Image]]:
     """(name, image) of one batch row, in the order of their spans."""
     found = []

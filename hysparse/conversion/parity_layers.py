@@ -30,13 +30,13 @@ def layer_by_layer(
 ) -> dict[str, np.ndarray]:
   """Arrays "layer{i}/..." in float32: output [S, M, D], attn_out, next_pre_mix, topk, engram_out.
 
-  The stored run is the first one, batch row 0. In official mode also topk_scores [S, T], by which
-  a selection can be judged that differs from the stored one.
+  The stored run is `Case.layered_run`, batch row 0. In official mode also topk_scores [S, T], by
+  which a selection can be judged that differs from the stored one.
 
   Raises:
     CaseError: a layer without a stored input.
   """
-  run, stored = case.runs[0], case.expected
+  run, stored = case.layered_run, case.expected
   streams, mixes, before = [], [], {}
   for i, spec in enumerate(config.layers):
     left = f"official/layer{i - 1}/output"

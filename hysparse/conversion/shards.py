@@ -188,17 +188,10 @@ class Shards:
         self.problems.append(f"has neither {INDEX} nor {SINGLE}")
       return {}
     try:
-      index = read_json(path.read_bytes())
-      files = index["weight_map"]
-      if not isinstance(files, dict) or not files:
-        raise ValueError("weight_map names no tensors")
-      for name, file in files.items():
-        if not isinstance(file, str) or pathlib.PurePath(file).name != file:
-          raise ValueError(f"weight_map places {name} in {file!r}, which is no file name")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-      self.problems.append(f"{INDEX}: cannot be read ({type(error).__name__}: {error})")
+      return read_index(path)
+    except ValueError as error:
+      self.problems.append(str(error))
       return {}
-    return files
 
 
 _HF_WORDS = {
@@ -226,7 +219,7 @@ def read_json(text: bytes) -> Any:
   """JSON in which no key may stand twice.
 
   Raises:
-    ValueError: broken JSON, broken UTF-8 or a key that stands twice.
+    ValueError: broken JSON, broken UTF-8, a key that stands twice, or groups nested without end.
   """
 
   def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,7 +229,28 @@ def read_json(text: bytes) -> Any:
       raise ValueError(f"{key} stands twice")
     return values
 
-  return json.loads(text, object_pairs_hook=unique)
+  try:
+    return json.loads(text, object_pairs_hook=unique)
+  except RecursionError:
+    raise ValueError("is nested too deep") from None
+
+
+def read_index(path: pathlib.Path) -> dict[str, str]:
+  """The file of each tensor, by the spelling of its name, from an index.
+
+  Raises:
+    ValueError: what cannot be read, or a file that is not a name beside the index.
+  """
+  try:
+    files = read_json(path.read_bytes())["weight_map"]
+    if not isinstance(files, dict) or not files:
+      raise ValueError("weight_map names no tensors")
+    for name, file in files.items():
+      if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+        raise ValueError(f"weight_map places {name} in {file!r}, which is no file name")
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(f"{INDEX}: cannot be read ({type(error).__name__}: {error})") from None
+  return files
 
 
 def read_header(path: pathlib.Path) -> tuple[dict[str, Stored], list[str]]:

@@ -22,8 +22,8 @@ from hysparse.nn.linear import Linear, RMSNorm
 from hysparse.nn.output import GroupedOutput
 
 
-class LatentAttention(nnx.Module):
-  """Projections in and out; subclasses say which keys are attended to."""
+class LowRankQueries(nnx.Module):
+  """The queries of every attention module, plain ones included."""
 
   def __init__(self, config: ModelConfig, run: Execution, *, rngs: nnx.Rngs):
     c, fp8 = config, run.official
@@ -31,10 +31,6 @@ class LatentAttention(nnx.Module):
     self.wq_a = Linear(c.d_model, c.q_rank, rngs=rngs, fp8_input=fp8)
     self.q_norm = RMSNorm(c.q_rank, c.norm_eps)
     self.wq_b = Linear(c.q_rank, c.n_heads * c.head_dim, rngs=rngs, fp8_input=fp8)
-    self.wkv = Linear(c.d_model, c.head_dim, rngs=rngs, fp8_input=fp8)
-    self.kv_norm = RMSNorm(c.head_dim, c.norm_eps)
-    self.sink = nnx.Param(jnp.zeros((c.n_heads,), jnp.float32))
-    self.output = GroupedOutput(config, run, rngs=rngs)
 
   @property
   def scale(self) -> float:
@@ -47,6 +43,18 @@ class LatentAttention(nnx.Module):
     qr = self.q_norm(self.wq_a(x_BxSxD))
     q_BxSxHxC = self.wq_b(qr).reshape(*x_BxSxD.shape[:2], self.config.n_heads, -1)
     return qr, rope.rotate(q_BxSxHxC, positions_BxS, freqs)
+
+
+class LatentAttention(LowRankQueries):
+  """Projections in and out; subclasses say which keys are attended to."""
+
+  def __init__(self, config: ModelConfig, run: Execution, *, rngs: nnx.Rngs):
+    super().__init__(config, run, rngs=rngs)
+    c = config
+    self.wkv = Linear(c.d_model, c.head_dim, rngs=rngs, fp8_input=run.official)
+    self.kv_norm = RMSNorm(c.head_dim, c.norm_eps)
+    self.sink = nnx.Param(jnp.zeros((c.n_heads,), jnp.float32))
+    self.output = GroupedOutput(config, run, rngs=rngs)
 
   def window_keys(
     self, x_BxSxD: Float[Array, "B S D"], positions_BxS: Int[Array, "B S"], freqs: np.ndarray

@@ -15,21 +15,19 @@ from hysparse.nn import rope
 from hysparse.nn.batch import Batch
 from hysparse.nn.execution import Execution
 from hysparse.nn.handoff import Published, Told
-from hysparse.nn.linear import Linear, RMSNorm
+from hysparse.nn.latent import LowRankQueries
+from hysparse.nn.linear import Linear
 from hysparse.nn.output import GroupedOutput
 from hysparse.schedule import LayerSpec
 
 
-class PlainAttention(nnx.Module):
+class PlainAttention(LowRankQueries):
   """Queries and output as in HySparse; no latent, no window, no sink, no YaRN."""
 
   def __init__(self, config: ModelConfig, spec: LayerSpec, run: Execution, *, rngs: nnx.Rngs):
+    super().__init__(config, run, rngs=rngs)
     c = config
-    self.config, self.run = config, run
     self.kv_heads = spec.kv_heads or c.n_heads
-    self.wq_a = Linear(c.d_model, c.q_rank, rngs=rngs)
-    self.q_norm = RMSNorm(c.q_rank, c.norm_eps)
-    self.wq_b = Linear(c.q_rank, c.n_heads * c.head_dim, rngs=rngs)
     self.wk = Linear(c.d_model, self.kv_heads * c.head_dim, rngs=rngs)
     self.wv = Linear(c.d_model, self.kv_heads * c.head_dim, rngs=rngs)
     self.output = GroupedOutput(config, run, rngs=rngs)
@@ -45,9 +43,9 @@ class PlainAttention(nnx.Module):
     c, positions = self.config, batch.positions_BxS
     freqs = rope.frequencies(c, False)
     B, S, _ = x_BxSxD.shape
-    q = self.wq_b(self.q_norm(self.wq_a(x_BxSxD))).reshape(B, S, c.n_heads, c.head_dim)
+    _, q = self.queries(x_BxSxD, positions, freqs)
     k, v = (w(x_BxSxD).reshape(B, S, self.kv_heads, c.head_dim) for w in (self.wk, self.wv))
-    q, k = (rope.rotate(y, positions, freqs) for y in (q, k))
+    k = rope.rotate(k, positions, freqs)
     if cache is not None:
       cache = dataclasses.replace(
         cache,
@@ -55,9 +53,7 @@ class PlainAttention(nnx.Module):
         values_BxTxHxC=append(cache.values_BxTxHxC, v, positions, batch.valid_BxS),
       )
       k, v = (x.astype(q.dtype) for x in (cache.keys_BxTxHxC, cache.values_BxTxHxC))
-    attended = dense_attention(
-      q, k, v, *batch.span(1), scale=c.head_dim**-0.5, backend=self.run.backend
-    )
+    attended = dense_attention(q, k, v, *batch.span(1), scale=self.scale, backend=self.run.backend)
     y_BxSxD = self.output(attended.out_BxSxHxC)
     stale_B = None if cache is None else jnp.zeros((B,), bool)
     trace = {"q": q, "attention": y_BxSxD}

@@ -177,7 +177,8 @@ def test_what_does_not_go_together_is_refused(converted, tmp_path):
 
 def test_a_flipped_byte_of_a_checkpoint_is_not_exported(tmp_path):
   convert.convert(folders.GOLDEN / "tiny-text", tmp_path / "run", say=quiet)
-  largest = max((tmp_path / "run").rglob("d/*"), key=lambda path: path.stat().st_size)
+  files = [path for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()]
+  largest = max(files, key=lambda path: path.stat().st_size)
   content = bytearray(largest.read_bytes())
   content[len(content) // 2] ^= 1
   largest.write_bytes(content)
@@ -271,32 +272,35 @@ def anonymous():
   lines = pathlib.Path("/proc/self/status").read_text().splitlines()
   return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
-small, large, folder = map(pathlib.Path, sys.argv[1:])
-silent = lambda text: None
-peak = [0.0]
+source, target = map(pathlib.Path, sys.argv[1:])
+peak = 0.0
 
 def watch():
+  global peak
   while True:
-    peak[0] = max(peak[0], anonymous())
+    peak = max(peak, anonymous())
     time.sleep(0.001)
 
 threading.Thread(target=watch, daemon=True).start()
-for name, path in (("small", small), ("large", large)):  # the small one shows what is constant
-  run, out = folder / name, folder / (name + "-out")
-  for part, source, target in (("in", path, run), ("out", run, out)):
-    peak[0] = 0.0
-    convert.convert(source, target, say=silent)
-    print(name, part, peak[0])
+convert.convert(source, target, say=lambda text: None)
+print(peak)
 """
+
+
+def peak_memory(source, target) -> float:
+  """MB that a process of its own takes to convert."""
+  command = [sys.executable, "-c", _MEASURE, source, target]
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  return float(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
-def test_memory_is_a_fraction_of_the_model(tmp_path):
+def test_memory_is_that_of_one_leaf(tmp_path):
   rng, sizes = np.random.default_rng(0), {}
   for name, width in (("small", 32), ("large", 1024)):
     model = random_models.config(
-      schedule="full/1*16", d_model=512, expert_dim=width, n_experts=32, streams=1,
+      schedule="full/1*32", d_model=512, expert_dim=width, n_experts=32, streams=1,
     )  # fmt: skip
     arrays = {}
     for leaf in exporting.tensors_lib.leaves(model):
@@ -310,26 +314,25 @@ def test_memory_is_a_fraction_of_the_model(tmp_path):
     sizes[name] = sum(x.nbytes for x in arrays.values()) / 2**20
     largest = max(x.nbytes for x in arrays.values()) / 2**20
     del arrays
-  command = [sys.executable, "-c", _MEASURE, tmp_path / "small", tmp_path / "large", tmp_path / "o"]
-  done = subprocess.run(command, capture_output=True, text=True, check=True)
-  peaks = {tuple(line.split()[:2]): float(line.split()[2]) for line in done.stdout.splitlines()}
   # Beyond what as many small arrays take: a leaf with its scales, as much again on its way to or
-  # from the disk, and what the checkpoint library keeps: measured 80 MB and a quarter of all that
-  # it has stored. The quarter is a known fault (README, "Convert"); this keeps it from growing.
-  allowed = 2 * largest * 17 / 16 + 80 + 0.35 * sizes["large"]
-  assert sizes["large"] > 1.5 * allowed
-  for part in ("in", "out"):
-    assert peaks["large", part] - peaks["small", part] < allowed, (done.stdout, largest)
-  assert folders.read_folder(tmp_path / "o" / "large-out") == folders.read_folder(
-    tmp_path / "large"
-  )
+  # from the disk, and buffers of the checkpoint library and the allocator, which do not grow with
+  # the model (measured 60 MB at 218 MB of weights and 105 MB at 870).
+  allowed = 2 * largest * 17 / 16 + 140
+  assert sizes["large"] > 2 * allowed
+  peaks = {}
+  for name in sizes:
+    run, out = tmp_path / f"{name}-run", tmp_path / f"{name}-out"
+    peaks[name] = [peak_memory(tmp_path / name, run), peak_memory(run, out)]
+  for small, large in zip(peaks["small"], peaks["large"], strict=True):
+    assert large - small < allowed, peaks
+  assert folders.read_folder(tmp_path / "large-out") == folders.read_folder(tmp_path / "large")
 
 
 def test_a_kept_index_cannot_lead_out_of_the_target(tmp_path):
   convert.convert(folders.GOLDEN / "tiny-text", tmp_path / "run", say=quiet)
   index = tmp_path / "run" / "released" / "model.safetensors.index.json"
   index.write_text(index.read_text().replace(folders.SHARDS[0], "../" + folders.SHARDS[0]))
-  with pytest.raises(FolderError, match="must be the name of a file beside it"):
+  with pytest.raises(FolderError, match="which is no file name"):
     convert.convert(tmp_path / "run", tmp_path / "out", say=quiet)
   assert {path.name for path in tmp_path.iterdir()} == {"run"}
 

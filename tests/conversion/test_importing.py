@@ -92,7 +92,7 @@ def test_blocks_of_rows_give_what_the_whole_gives(monkeypatch):
     np.testing.assert_array_equal(importing.read_leaf(folder, leaf, "f32"), value)
     if leaf.is_quantised:
       kept = importing.read_leaf(folder, leaf)
-      np.testing.assert_array_equal(importing.dequantised(leaf, kept, "f32"), value)
+      np.testing.assert_array_equal(importing.dequantised(leaf, kept, "f32", folder.path), value)
   assert len(table) == len(paths)
 
 
@@ -220,3 +220,17 @@ def test_a_mapped_tensor_is_the_tensor():
     mapped = stored.map()
     assert not mapped.flags.writeable
     np.testing.assert_array_equal(mapped, stored.read())
+
+
+@pytest.mark.parametrize("dequantise", ["bf16", "f32"])
+def test_a_product_that_overflows_is_refused_by_name(tmp_path, dequantise):
+  folder = folders.copy("tiny-text", tmp_path)
+  name = "layers.0.attn.wq_a.scale"
+
+  def change(tensors):
+    dtype, shape, data = tensors[name]
+    tensors[name] = (dtype, shape, bytes([254]) + data[1:])  # 2^127, itself a legal scale
+
+  folders.change_shard(folder, name, change)
+  with pytest.raises(FolderError, match=r"layers\.0\.attn\.wq_a\.weight are not all finite"):
+    list(importing.leaves(open_folder(folder), dequantise))

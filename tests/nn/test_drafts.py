@@ -94,6 +94,8 @@ def test_drafts_see_the_window_and_nothing_older():
   )
   other = dataclasses.replace(cache, drafts=dataclasses.replace(cache.drafts, ring=stale))
   np.testing.assert_array_equal(drafted(graphdef, state, other, anchor).error_B, [True, False])
+  wrong = dataclasses.replace(cache, error_B=jnp.asarray([False, True]))
+  np.testing.assert_array_equal(drafted(graphdef, state, wrong, anchor).error_B, [False, True])
 
 
 def test_every_position_of_a_block_sees_the_whole_block():
