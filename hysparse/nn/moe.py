@@ -5,7 +5,6 @@ Source: arXiv 2609.19969, section 2.5.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from hysparse_kernels import moe
@@ -56,10 +55,7 @@ class SwiGLU(nnx.Module):
     self.w2 = Linear(F, D, rngs=rngs, gain=gain, fp8_input=fp8)
 
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    gate, up = self.w1(x).astype(jnp.float32), self.w3(x).astype(jnp.float32)
-    if self.limit:
-      gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-    return self.w2((jax.nn.silu(gate) * up).astype(x.dtype))
+    return self.w2(moe.swiglu(self.w1(x), self.w3(x), self.limit).astype(x.dtype))
 
 
 class MoE(nnx.Module):

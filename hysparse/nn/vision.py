@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.dense_attention import dense_attention
+from hysparse_kernels.moe import swiglu
 from jaxtyping import Array, Float
 
 from hysparse.config import ModelConfig
@@ -73,8 +74,8 @@ class SwiGLU(nnx.Module):
     self.w2 = Linear(inner, width, rngs=rngs, gain=init.residual_gain(config.vision_layers))
 
   def __call__(self, x: Float[Array, "... V"]) -> Float[Array, "... V"]:
-    gate, up = jnp.split(self.w1(x).astype(jnp.float32), 2, axis=-1)
-    return self.w2((jax.nn.silu(gate) * up).astype(x.dtype))
+    gate, up = jnp.split(self.w1(x), 2, axis=-1)
+    return self.w2(swiglu(gate, up, limit=0).astype(x.dtype))
 
 
 class Block(nnx.Module):

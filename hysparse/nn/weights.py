@@ -44,6 +44,5 @@ def look_up(table: nnx.Param, rows: Int[Array, "..."], dtype: jnp.dtype) -> Floa
   if isinstance(value, HostTable):
     return value.lookup(rows).astype(dtype)
   if isinstance(value, Quantised):
-    chosen = Quantised(value.codes[rows], value.scales[rows], value.format)
-    return chosen.dequantise(dtype)
+    return value[rows].dequantise(dtype)
   return value[rows].astype(dtype)

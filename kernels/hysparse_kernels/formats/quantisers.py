@@ -60,7 +60,7 @@ class Quantiser:
     # As integers, magnitudes keep their order, and NaN is above infinity.
     largest = (bits_of(x) & 0x7FFFFFFF).max(-1)
     amax = float_of(jnp.maximum(largest, np.float32(self.floor).view(np.uint32)))
-    if self.scale == "e8m0":
+    if self.scale == "e8m0":  # the released code has the product with the rounded reciprocal here
       return e8m0.encode(amax * np.float32(1 / self.element.largest))
     return e4m3.encode(divide(amax, np.float32(self.element.largest)))
 
