@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hysparse import schedule as schedule_lib
 from hysparse.config_fields import ConfigError, build, plain
@@ -215,6 +215,8 @@ class ModelConfig:
            "0 (any) or at least 1")  # fmt: skip
       need("image_token_id", 0 <= self.image_token_id < self.vocab_size,
            f"in 0..vocab_size-1 ({self.vocab_size - 1}): there are vision layers")  # fmt: skip
+    for name in ("main_kv", "index_k", "window_kv"):
+      need(name, getattr(self, name) in get_args(Format), f"one of {', '.join(get_args(Format))}")
     need("yarn_factor", self.yarn_factor == 0 or self.yarn_factor >= 1, "0 (no YaRN) or at least 1")
 
 

@@ -156,6 +156,12 @@ class Schedule:
     """
     if self.decoder_start is None:
       return "the schedule has no encoder|decoder bar"
+    first = self.layers[self.decoder_start]
+    if not first.is_source and first.mode not in PLAIN:
+      return (
+        f"layer {self.decoder_start} ({first}) begins the decoder and is no KV source, which alone"
+        " can take in the tokens that skip the decoder"
+      )
     for i in range(self.decoder_start, len(self.layers)):
       spec = self.layers[i]
       if spec.is_source and i > self.decoder_start:

@@ -214,7 +214,7 @@ def traced_flops(jaxpr):
 @pytest.mark.parametrize(
   "residual, streams, schedule",
   [
-    ("single_pass", 4, MIXED.replace("full/3", "full/4")),
+    pytest.param("single_pass", 4, MIXED.replace("full/3", "full/4"), marks=pytest.mark.slow),
     ("two_pass", 3, "swa full/2 reuse"),
     ("plain", 1, "swa full/2 reuse"),
   ],

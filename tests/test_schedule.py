@@ -242,6 +242,7 @@ def test_modes_of_ours_have_no_published_field(text):
     ("swa | dense/1", (), "layer 1 (dense/1) attends to every entry"),
     ("swa | full/1 mha", (), "layer 2 (mha) keeps K and V of every token"),
     ("swa | full/1 reuse", (2,), "layer 2 adds Engram memory inside the decoder"),
+    ("full/1 | reuse", (), "layer 1 (reuse) begins the decoder and is no KV source"),
   ],
 )
 def test_why_replay_is_refused(text, engram, reason):

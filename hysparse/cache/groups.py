@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialGroup:
-  """Contributions of the tokens since the last complete group: length % r rows are in use."""
+  """Contributions of tokens: of those since the last complete group, length % r rows are in use."""
 
   kv_BxRxC: Float[Array, "B R C"]
   score_BxRxC: Float[Array, "B R C"]
@@ -33,42 +33,64 @@ class Grouped:
   done_BxN: Bool[Array, "B N"]
 
 
-def advance(
+def complete(
   partial: PartialGroup,
-  kv_BxSxC: Float[Array, "B S C"],
-  score_BxSxC: Float[Array, "B S C"],
+  call: PartialGroup,
   length_B: Int[Array, "B"],
   count_B: Int[Array, "B"],
   ratio: int,
-) -> tuple[Grouped, PartialGroup]:
-  """Adds the `count` first tokens of a call to a sequence of `length`.
+) -> Grouped:
+  """The groups that the `count` first tokens of a call complete, after `length` tokens.
 
-  Returns:
-    The groups that are complete now, and what remains unfinished.
+  Args:
+    call: contributions of the S tokens of the call.
   """
-  S, carried = kv_BxSxC.shape[1], ratio - 1
-  start_Bx1 = (length_B - length_B % ratio)[:, None]  # first token of the unfinished group
-  end_B = length_B + count_B
-
-  def tokens(positions_BxP: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Contributions of tokens from `start` on: carried ones first, then those of this call."""
-    past = positions_BxP < length_B[:, None]
-    at = jnp.where(past, positions_BxP - start_Bx1, carried + positions_BxP - length_B[:, None])
-    at = jnp.clip(at, 0, carried + S - 1)[..., None]
-    joined = (
-      jnp.concatenate([partial.kv_BxRxC, kv_BxSxC], axis=1),
-      jnp.concatenate([partial.score_BxRxC, score_BxSxC], axis=1),
-    )
-    return tuple(jnp.take_along_axis(x, at, axis=1) for x in joined)
-
+  S = call.kv_BxRxC.shape[1]
   N = -(-S // ratio)
-  kv, score = tokens(start_Bx1 + jnp.arange(N * ratio))
-  ids_BxN = start_Bx1 // ratio + jnp.arange(N)
-  grouped = Grouped(
+  first_Bx1 = (length_B // ratio)[:, None]
+  kv, score = _tokens(partial, call, length_B, 0, first_Bx1 * ratio + jnp.arange(N * ratio), ratio)
+  ids_BxN = first_Bx1 + jnp.arange(N)
+  return Grouped(
     kv.reshape(-1, N, ratio, kv.shape[-1]),
     score.reshape(-1, N, ratio, kv.shape[-1]),
     ids_BxN,
-    (ids_BxN + 1) * ratio <= end_B[:, None],
+    (ids_BxN + 1) * ratio <= (length_B + count_B)[:, None],
   )
-  left = PartialGroup(*tokens((end_B - end_B % ratio)[:, None] + jnp.arange(carried)))
-  return grouped, left
+
+
+def remainder(
+  partial: PartialGroup,
+  call: PartialGroup,
+  length_B: Int[Array, "B"],
+  first_B: Int[Array, "B"],
+  count_B: Int[Array, "B"],
+  ratio: int,
+) -> PartialGroup:
+  """What remains unfinished after the `count` first tokens of a call.
+
+  Args:
+    call: contributions of N tokens of the call, from the `first`-th on.
+  """
+  end_B = length_B + count_B
+  positions_BxR = (end_B - end_B % ratio)[:, None] + jnp.arange(ratio - 1)
+  return PartialGroup(*_tokens(partial, call, length_B, first_B, positions_BxR, ratio))
+
+
+def _tokens(
+  partial: PartialGroup,
+  call: PartialGroup,
+  length_B: Int[Array, "B"],
+  first_B: Int[Array, "B"] | int,
+  positions_BxP: Int[Array, "B P"],
+  ratio: int,
+) -> tuple[jax.Array, jax.Array]:
+  """Contributions of tokens at positions: of carried ones or of those of the call."""
+  carried, N = ratio - 1, call.kv_BxRxC.shape[1]
+  before_BxP = positions_BxP - (length_B - length_B % ratio)[:, None]
+  inside_BxP = carried + positions_BxP - (length_B + first_B)[:, None]
+  at_BxP = jnp.where(positions_BxP < length_B[:, None], before_BxP, inside_BxP)
+  at_BxPx1 = jnp.clip(at_BxP, 0, carried + N - 1)[..., None]
+  joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), partial, call)
+  return tuple(
+    jnp.take_along_axis(x, at_BxPx1, axis=1) for x in (joined.kv_BxRxC, joined.score_BxRxC)
+  )

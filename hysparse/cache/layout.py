@@ -47,6 +47,23 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Precision:
+  """The dial: the format of each component that has a choice of them."""
+
+  main_kv: config_lib.Format
+  index_k: config_lib.Format
+  window_kv: config_lib.Format
+  plain_kv: config_lib.Format = "bf16"
+
+  @classmethod
+  def of(cls, config: config_lib.ModelConfig, numerics: str = "kvquant") -> Precision:
+    """What a cache holds: the config's formats, or float32 everywhere under "exact" numerics."""
+    if numerics == "exact":
+      return cls("f32", "f32", "f32", "f32")
+    return cls(config.main_kv, config.index_k, config.window_kv)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Packing:
   """How a quantised format stores a row of channels."""
 
@@ -168,12 +185,17 @@ class StateLayout:
 
 
 def layout(
-  config: config_lib.ModelConfig, *, block_tokens: int | None = None, call_tokens: int = 1
+  config: config_lib.ModelConfig,
+  precision: Precision | None = None,
+  *,
+  block_tokens: int | None = None,
+  call_tokens: int = 1,
 ) -> StateLayout:
   """Describes the attention state of one sequence.
 
   Args:
     config: the schedule, the widths and the precision dial.
+    precision: other formats than the config's.
     block_tokens: tokens in a block of the paged global cache, a multiple of `config.alignment`; by
       default the first one from 128 up.
     call_tokens: tokens of one forward call; they size the scratch only.
@@ -189,9 +211,10 @@ def layout(
       f"block_tokens: is {block_tokens}; must be a multiple of {alignment}, the schedule's ratios"
       " and candidate blocks"
     )
-  components = [*_global(config), *_bounded(config)]
+  precision = precision or Precision.of(config)
+  components = [*_global(config, precision), *_bounded(config, precision)]
   rings = tuple(layer for c in components if c.name.startswith("window") for layer in c.layers)
-  components += _scratch(config, rings, call_tokens)
+  components += _scratch(config, precision, rings, call_tokens)
   components += _bookkeeping(config, rings, block_tokens)
   return StateLayout(tuple(components), block_tokens)
 
@@ -207,27 +230,30 @@ def _owners(
   return owners
 
 
-def _global(config: config_lib.ModelConfig) -> Iterator[Component]:
-  row = stored_row(config.main_kv, config.head_dim)
+def _global(config: config_lib.ModelConfig, precision: Precision) -> Iterator[Component]:
+  row = stored_row(precision.main_kv, config.head_dim)
   for ratio, layers in _owners(config, lambda s: s.is_source and s.ratio).items():
-    yield Component("main_kv", layers, config.main_kv, row, "global", Fraction(1, ratio))
-  row = stored_row(config.index_k, config.index_dim)
+    yield Component("main_kv", layers, precision.main_kv, row, "global", Fraction(1, ratio))
+  row = stored_row(precision.index_k, config.index_dim)
   for ratio, layers in _owners(config, lambda s: s.owns_index_keys and s.ratio).items():
-    yield Component("index_keys", layers, config.index_k, row, "global", Fraction(1, ratio))
+    yield Component("index_keys", layers, precision.index_k, row, "global", Fraction(1, ratio))
   plain_heads = _owners(config, lambda s: not s.has_window and (s.kv_heads or config.n_heads))
   for heads, layers in plain_heads.items():
-    row = tuple(Part(name, (heads, config.head_dim), "bfloat16") for name in ("keys", "values"))
-    yield Component("plain_kv", layers, "bf16", row, "global", Fraction(1))
+    dtype = _PLAIN[precision.plain_kv]
+    row = tuple(Part(name, (heads, config.head_dim), dtype) for name in ("keys", "values"))
+    yield Component("plain_kv", layers, precision.plain_kv, row, "global", Fraction(1))
 
 
-def _bounded(config: config_lib.ModelConfig) -> Iterator[Component]:
+def _bounded(config: config_lib.ModelConfig, precision: Precision) -> Iterator[Component]:
   rings = _owners(config, lambda s: s.has_window and s.side)
   if config.draft_layers:
     first = len(config.layers)
     rings["draft"] = tuple(range(first, first + config.draft_layers))
-  row = stored_row(config.window_kv, config.head_dim)
+  row = stored_row(precision.window_kv, config.head_dim)
   for side, layers in rings.items():
-    yield Component(f"window_{side}", layers, config.window_kv, row, "bounded", rows=config.window)
+    yield Component(
+      f"window_{side}", layers, precision.window_kv, row, "bounded", rows=config.window
+    )
   row = tuple(Part(name, (config.head_dim,), "float32") for name in ("kv", "score"))
   for ratio, layers in _owners(config, lambda s: s.is_source and s.ratio).items():
     if ratio > 1:
@@ -237,13 +263,29 @@ def _bounded(config: config_lib.ModelConfig) -> Iterator[Component]:
     yield Component("engram_history", (), "int32", row, "bounded", rows=config.engram_max_ngram - 1)
 
 
+def kept_tokens(config: config_lib.ModelConfig) -> int:
+  """How far back into a call bounded state can reach: more of its last tokens never matter."""
+  windows = [config.window for spec in config.layers if spec.has_window]
+  groups = [spec.ratio - 1 for spec in config.layers]
+  return max([1, *windows, *groups, config.engram_max_ngram - 1])
+
+
 def _scratch(
-  config: config_lib.ModelConfig, rings: tuple[int, ...], call_tokens: int
+  config: config_lib.ModelConfig, precision: Precision, rings: tuple[int, ...], call_tokens: int
 ) -> Iterator[Component]:
-  # Rings are written after the attention of a call: until then its own keys wait beside them.
+  # Bounded state is written when a call ends and it is known how many of its tokens stay: until
+  # then what they would write waits beside it.
+  kept = min(call_tokens, kept_tokens(config))
   if rings:
-    row = stored_row(config.window_kv, config.head_dim)
-    yield Component("call_keys", rings, config.window_kv, row, "scratch", rows=call_tokens)
+    row = stored_row(precision.window_kv, config.head_dim)
+    yield Component("call_keys", rings, precision.window_kv, row, "scratch", rows=kept)
+  row = tuple(Part(name, (config.head_dim,), "float32") for name in ("kv", "score"))
+  sources = tuple(i for i, spec in enumerate(config.layers) if spec.is_source and spec.ratio > 1)
+  if sources:
+    yield Component("call_groups", sources, "f32", row, "scratch", rows=kept)
+  if config.engram_layers:
+    row = (Part("tokens", (), "int32"),)
+    yield Component("call_tokens", (), "int32", row, "scratch", rows=kept)
 
 
 def _bookkeeping(

@@ -65,6 +65,7 @@ def load(
   dequantise: Dequantise | None = None,
   engram: Literal["auto", "device", "host"] = "auto",
   numerics: Numerics | None = None,
+  dial: Mapping[str, str] | None = None,
 ) -> Loaded:
   """Loads a workdir (its newest checkpoint that can be read) or a released folder.
 
@@ -77,6 +78,8 @@ def load(
       mapped tables are not searched for NaNs. "auto" does so if they would take more than
       TABLE_SHARE of the memory of the first device.
     numerics: None means "exact" for a released model and what a workdir was made with.
+    dial: other formats of what a cache holds, {"main_kv": "bf16"}; they count under numerics
+      "kvquant" and "official".
 
   Raises:
     FolderError: the folder is neither, or all that is wrong with a released one.
@@ -103,6 +106,11 @@ def load(
   if numerics is not None:
     train = dataclasses.replace(config.train, numerics=numerics)
     config = dataclasses.replace(config, train=train)
+  if dial:
+    unknown = sorted(dial.keys() - {"main_kv", "index_k", "window_kv"})
+    if unknown:
+      raise ConfigError(f"dial: has '{unknown[0]}'; it has main_kv, index_k and window_kv")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **dial))
   graphdef, like = abstract(config)
   if folder is None:
     leaves = _from_workdir(path, config, like, dequantise, engram)

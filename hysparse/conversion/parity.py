@@ -136,7 +136,7 @@ def run_all(
   for mode in modes:
     for run in case.runs:
       with _float32_products():
-        arrays = parity_run.end_to_end(_graphdef(config, mode), state, config.model, case, run)
+        arrays = parity_run.end_to_end(state, _in_mode(config, mode), case, run)
       hashed = f"{run.name}/engram_hash_ids"  # has no mode: it is the same in all
       found |= {name if name == hashed else f"{mode}/{name}": x for name, x in arrays.items()}
   return found
@@ -151,7 +151,8 @@ def run_layers(
     if not any(name.startswith(f"{mode}/") for name in case.layers):
       continue
     with _float32_products():
-      arrays = parity_layers.layer_by_layer(_graphdef(config, mode), state, config.model, case)
+      graphdef = abstract(_in_mode(config, mode))[0]
+      arrays = parity_layers.layer_by_layer(graphdef, state, config.model, case)
     found |= {f"{mode}/{name}": x for name, x in arrays.items()}
   return {name: _stored_rows(case, name, x) for name, x in found.items()}
 
@@ -207,9 +208,9 @@ class _Parts:
         self.missed.append((name, "no rule compares such an array"))
 
 
-def _graphdef(config: Config, mode: str) -> nnx.GraphDef:
+def _in_mode(config: Config, mode: str) -> Config:
   train = dataclasses.replace(config.train, numerics=mode, compute_dtype="float32")
-  return abstract(dataclasses.replace(config, train=train))[0]
+  return dataclasses.replace(config, train=train)
 
 
 def _float32_products() -> contextlib.AbstractContextManager:

@@ -78,11 +78,11 @@ def _layers(
     found[f"{name}/output"] = passed.carry.x_BxSxMxD[0]
     found[f"{name}/next_pre_mix"] = passed.carry.pre_BxSxM[0]
     found[f"{name}/attn_out"] = passed.aux.trace["attention"][0]
-    if spec.has_indexer and published.rows_BxSxK is not None:
-      found[f"{name}/topk"] = published.rows_BxSxK[0]
+    if spec.has_indexer and published.ids_BxSxK is not None:
+      found[f"{name}/topk"] = published.ids_BxSxK[0]
       if model.run.official:
         queries, weights = passed.aux.trace["index"]
-        keys = published.index_keys_BxTxD.astype(queries.dtype)
+        keys = published.index_keys.values(queries.dtype)
         dots = einsum("bsid,btd->bsit", queries, keys)
         found[f"{name}/topk_scores"] = weighted(dots, weights, released_rounding=True)[0]
   return {name: x if x.dtype == jnp.int32 else x.astype(jnp.float32) for name, x in found.items()}

@@ -14,26 +14,28 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from hysparse.cache.state import Cache, allocate
-from hysparse.config import ModelConfig
+from hysparse.cache.allocate import allocate
+from hysparse.cache.state import Cache
+from hysparse.config import Config, ModelConfig
 from hysparse.conversion.parity_case import Case, Run
 from hysparse.nn.batch import Batch
+from hysparse.nn.calls import Output
 from hysparse.nn.engram import tables
-from hysparse.nn.model import Output, draft, forward
+from hysparse.nn.model import abstract, draft, forward
 from hysparse.nn.vision import encode_image
 
 _MAIN_HIDDEN = 2  # draft inputs of the last two prefill positions are stored
 
 
-def end_to_end(
-  graphdef: nnx.GraphDef, state: nnx.State, config: ModelConfig, case: Case, run: Run
-) -> dict[str, np.ndarray]:
+def end_to_end(state: nnx.State, config: Config, case: Case, run: Run) -> dict[str, np.ndarray]:
   """Everything a run gives, named as in expected.npz without the mode: "A/prefill_logits".
+
+  The cache is packed where `config.train.numerics` rounds what it holds.
 
   Raises:
     CacheError: the cache lost track of a sequence.
   """
-  stored = case.expected
+  stored, graphdef = case.expected, abstract(config)[0]
   tokens = jnp.asarray(stored[f"{run.name}/tokens"], jnp.int32)
   room = max(r.prompt + r.steps for r in case.runs)  # the same for all runs: one decode program
   cache = allocate(config, tokens.shape[0], room)
@@ -43,7 +45,7 @@ def end_to_end(
     graphdef, state, batch, cache, jnp.asarray(stored[f"{run.name}/logit_positions"])
   )
   found |= {"prefill_logits": logits} | told
-  found |= _cached(config, cache, run.prompt)
+  found |= _cached(config.model, cache, run.prompt)
 
   steps = []
   drafts_at = set(stored.get(f"{run.name}/dspark_steps", np.zeros(0, int)).tolist())
@@ -51,7 +53,7 @@ def end_to_end(
     token = Batch.of(tokens[:, run.prompt + t : run.prompt + t + 1])
     logits, cache, told = _step(graphdef, state, token, cache)
     steps.append({"decode_logits": logits} | told)
-    if config.draft_layers and t in drafts_at:
+    if config.model.draft_layers and t in drafts_at:
       drafted = _draft(graphdef, state, cache, tokens[:, run.prompt + t + 1])
       found[f"dspark{t}/ids"] = drafted.ids_BxN
       found[f"dspark{t}/logits"] = drafted.logits_BxNxV
@@ -122,8 +124,8 @@ def _prefill(
     told[f"{name}/residual"] = trace["streams"]
     told[f"{name}/experts"] = trace["experts"]
     told[f"{name}/expert_weights"] = trace["expert_weights"]
-    if spec.has_indexer and trace["rows"] is not None:
-      told[f"{name}/topk"] = trace["rows"]
+    if spec.has_indexer and trace["ids"] is not None:
+      told[f"{name}/topk"] = trace["ids"]
     if spec.candidate_role == "source" and trace["pool"] is not None:
       told[f"{name}/candidates"] = trace["pool"].mask(batch.tokens_BxS.shape[1] // spec.ratio)
   return output.logits_BxNxV, output.cache, told
@@ -137,8 +139,8 @@ def _step(
   config = nnx.merge(graphdef, state).config
   told = _engram_rows(config, output)
   for i, trace in enumerate(output.aux.trace):
-    if config.layers[i].has_indexer and trace["rows"] is not None:
-      told[f"layer{i}/decode_topk"] = trace["rows"][:, 0]
+    if config.layers[i].has_indexer and trace["ids"] is not None:
+      told[f"layer{i}/decode_topk"] = trace["ids"][:, 0]
   return output.logits_BxNxV[:, 0], output.cache, told
 
 
@@ -189,12 +191,13 @@ def _cached(config: ModelConfig, cache: Cache, length: int) -> dict[str, Array]:
   for run_cache, (first, count) in zip(cache.layers, config.layers.runs(), strict=True):
     for i in range(first, first + count):
       at, name = i - first, f"layer{i}"
-      if run_cache.ring is not None:
+      if run_cache.window is not None:
         # The slots that a position reached; `Case` cuts the stored rings the same way.
-        found[f"{name}/window_kv"] = run_cache.ring.rows_BxWxC[at, :, :length]
-      entries = length // max(config.layers[i].ratio, 1)
-      if run_cache.entries_BxTxC is not None:
-        found[f"{name}/compressed_kv"] = run_cache.entries_BxTxC[at, :, :entries]
-      if run_cache.index_keys_BxTxD is not None:
-        found[f"{name}/index_k"] = run_cache.index_keys_BxTxD[at, :, :entries]
+        found[f"{name}/window_kv"] = run_cache.window.rows[at, :, :length].decode()
+      for pools in run_cache.pools[at : at + 1]:
+        ratio = max(config.layers[i].ratio, 1)
+        rows = {"compressed_kv": pools.main_kv, "index_k": pools.index_keys}
+        for kind in (kind for kind in rows if rows[kind] is not None):
+          entries = cache.pages.of(rows[kind], ratio).values(jnp.float32)
+          found[f"{name}/{kind}"] = entries[:, : length // ratio]
   return found

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from hysparse.config import ModelConfig
 from hysparse.nn.batch import Batch
+from hysparse.nn.calls import Call
 from hysparse.nn.model import Model
 from hysparse.training.losses import make_batch
 
@@ -57,7 +58,7 @@ def indexer_recall(
 def _sums(graphdef, state, arrays, config: ModelConfig) -> dict[int, Array]:
   model: Model = nnx.merge(graphdef, state)
   batch = make_batch(arrays)
-  told = model.hidden(batch, capture=True).aux
+  told = model.hidden(batch, call=Call(capture=True)).aux
   return {
     layer: _layer_sums(told.trace[layer], batch, config, config.layers[layer].ratio)
     for layer in config.layers.index_sources
@@ -66,10 +67,11 @@ def _sums(graphdef, state, arrays, config: ModelConfig) -> dict[int, Array]:
 
 def oracle_rows(trace: Mapping[str, Array], batch: Batch, config: ModelConfig, ratio: int) -> Array:
   """The K entries [B, S, K] with the largest attention mass if the layer attended to all."""
-  q, entries = trace["q"], trace["entries"][:, :, None]
+  q = trace["q"]
+  entries = trace["entries"].values(q.dtype)[:, :, None]
   lo, hi = batch.span(ratio)
   scale = config.head_dim**-0.5
-  view = View(window_BxPxC=trace["window"], tags_BxP=batch.positions_BxS, window=config.window)
+  view = View(trace["window"], batch.positions_BxS, width=config.window)
   near = sparse_attention(q, batch.positions_BxS, view, trace["sink"], scale=scale)
   every = merge(near, dense_attention(q, entries, entries, lo, hi, scale=scale))
   return oracle_top_k(
@@ -85,7 +87,7 @@ def _layer_sums(trace, batch: Batch, config: ModelConfig, ratio: int) -> Array:
   wanted = oracle_rows(trace, batch, config, ratio)
   # Both lists are ascending and without repeats, so a shared entry is found by binary search.
   # Places that hold no entry get numbers that meet nothing.
-  rows = jnp.where(trace["rows"] < 0, jnp.iinfo(jnp.int32).max, trace["rows"])
+  rows = jnp.where(trace["ids"] < 0, jnp.iinfo(jnp.int32).max, trace["ids"])
   at = jax.vmap(jax.vmap(jnp.searchsorted))(rows, wanted)
   found = jnp.take_along_axis(rows, jnp.minimum(at, rows.shape[-1] - 1), axis=-1) == wanted
   recall = (found & (wanted >= 0)).sum(-1) / K

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from hysparse.cache.state import LayerCache
 from hysparse.config import ModelConfig
-from hysparse.nn.attention import Attention
+from hysparse.nn.attention import Attention, Source
 from hysparse.nn.batch import Batch
 from hysparse.nn.engram import Engram, Ids
 from hysparse.nn.execution import Execution
-from hysparse.nn.handoff import LayerAux, Published
+from hysparse.nn.handoff import Kept, LayerAux, Published
 from hysparse.nn.linear import RMSNorm
 from hysparse.nn.moe import MoE
 from hysparse.nn.plain_attention import PlainAttention
@@ -40,15 +41,18 @@ class Carry:
   x_BxSxMxD: Float[Array, "B S M D"]
   pre_BxSxM: Float[Array, "B S M"]
 
+  def __iter__(self) -> Iterator[Array]:
+    return iter((self.x_BxSxMxD, self.pre_BxSxM))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Passed:
-  """What a layer returns: the carry, what later layers read, its cache, what it tells."""
+  """What a layer returns: the carry, what later layers read, what its cache gets, what it tells."""
 
   carry: Carry
   published: Published
-  cache: LayerCache | None
+  kept: Kept | None
   aux: LayerAux
 
 
@@ -59,10 +63,12 @@ class Wanted:
   Attributes:
     trace: what the layer read and chose (for evaluation and comparison, not for training).
     entering: mean of the streams before attention, which draft layers read.
+    kept_tokens: of how many of the call's last tokens to keep what its cache gets; None: all.
   """
 
   trace: bool = False
   entering: bool = False
+  kept_tokens: int | None = None
 
 
 class Block(nnx.Module):
@@ -99,10 +105,21 @@ class Block(nnx.Module):
     published: Published,
     cache: LayerCache | None = None,
     wanted: Wanted = Wanted(),
+    last: int | None = None,
   ) -> Passed:
-    """The whole layer."""
+    """The whole layer.
+
+    Args:
+      last: of a source: makes entries of all tokens, but only the last ones of each row pass
+        through the layer.
+    """
     x, rows = self.remember(carry.x_BxSxMxD, inputs)
-    passed = self.transform(Carry(x, carry.pre_BxSxM), inputs, published, cache, wanted)
+    carry, source = Carry(x, carry.pre_BxSxM), None
+    if last is not None:
+      source = Source(self.attn_norm(self.hc_attn.read(*carry)), inputs.batch)
+      carry = Carry(*inputs.batch.tail(tuple(carry), last))
+      inputs, x = dataclasses.replace(inputs, batch=inputs.batch.last(last)), carry.x_BxSxMxD
+    passed = self.transform(carry, inputs, published, cache, wanted, source)
     aux = passed.aux
     if wanted.trace and rows is not None:
       aux = dataclasses.replace(aux, trace=aux.trace | {"engram": x, "engram_rows": rows})
@@ -110,6 +127,17 @@ class Block(nnx.Module):
       mean_BxSxD = x.astype(jnp.float32).mean(2).astype(x.dtype)
       aux = dataclasses.replace(aux, entering_BxSxD=mean_BxSxD)
     return dataclasses.replace(passed, aux=aux)
+
+  def publish(
+    self, carry: Carry, inputs: Inputs, cache: LayerCache, kept_tokens: int | None
+  ) -> Kept:
+    """Of a source: only makes its entries, for the cache."""
+    x, _ = self.remember(carry.x_BxSxMxD, inputs)
+    batch = inputs.batch
+    source = Source(self.attn_norm(self.hc_attn.read(x, carry.pre_BxSxM)), batch)
+    _, kept = self.attn.publish(source, cache)
+    group = kept.group if kept_tokens is None else batch.tail(kept.group, kept_tokens)
+    return Kept(group=group, pools=(kept.pools,))
 
   def remember(
     self, x_BxSxMxD: Float[Array, "B S M D"], inputs: Inputs
@@ -126,17 +154,23 @@ class Block(nnx.Module):
     published: Published,
     cache: LayerCache | None = None,
     wanted: Wanted = Wanted(),
+    source: Source | None = None,
   ) -> Passed:
     """The layer behind Engram: attention, then experts."""
     batch = inputs.batch
     x, pre, (told,) = self.hc_attn(
       carry.x_BxSxMxD,
       carry.pre_BxSxM,
-      lambda u: self.attn(self.attn_norm(u), batch, published, cache),
+      lambda u: self.attn(self.attn_norm(u), batch, published, cache, source),
     )
     x, pre, (load, balance, chosen) = self.hc_ffn(
       x, pre, lambda u: self.ffn(self.ffn_norm(u), batch)
     )
     trace = told.trace | chosen | {"streams": x, "pre": pre} if wanted.trace else None
     aux = LayerAux(load, balance, told.indexer_loss, told.stale_B, trace=trace)
-    return Passed(Carry(x, pre), told.published, told.cache, aux)
+    kept = told.kept
+    if kept is not None and wanted.kept_tokens is not None:
+      window = batch.tail(kept.window, wanted.kept_tokens)
+      whole = batch if source is None else source.batch
+      kept = Kept(window, whole.tail(kept.group, wanted.kept_tokens), kept.pools)
+    return Passed(Carry(x, pre), told.published, kept, aux)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from hysparse_kernels.compat import einsum
+from hysparse_kernels.formats import Stored
+from hysparse_kernels.paged import Paged
 from hysparse_kernels.sparse_attention import View, sparse_attention
 from jaxtyping import Array, Bool, Float, Int
 
 from hysparse.cache import ring
-from hysparse.cache.state import LayerCache
 from hysparse.config import ModelConfig
 from hysparse.nn import init, rope
 from hysparse.nn.batch import Batch
@@ -35,24 +36,34 @@ class DraftAttention(LatentAttention):
     super().__init__(config, run, rngs=rngs)
 
   def __call__(
-    self, x_BxNxD: Float[Array, "B N D"], batch: Batch, past: Published, cache: None = None
+    self,
+    x_BxNxD: Float[Array, "B N D"],
+    batch: Batch,
+    past: Published,
+    cache: None = None,
+    source: None = None,
   ) -> tuple[Float[Array, "B N D"], Told]:
     """
     Args:
-      past: the ring's rows as entries, and which of them hold a token (rows [B, 1, W], -1: none).
+      past: the ring's rows as entries, and which of them hold a token (ids [B, 1, W], -1: none).
     """
     positions, freqs = batch.positions_BxS, rope.frequencies(self.config, False)
     _, q_BxNxHxC = self.queries(x_BxNxD, positions, freqs)
-    keys_BxNxC = self.window_keys(x_BxNxD, positions, freqs)
-    B, N, _ = keys_BxNxC.shape
-    W = past.entries_BxTxC.shape[1]
-    rows_BxNxW = jnp.broadcast_to(past.rows_BxSxK, (B, N, W))
+    keys = self.window_keys(x_BxNxD, positions, freqs, packed=True)
+    B, N, _ = keys.shape
+    W = past.entries.entries
+    ids_BxNxW = jnp.broadcast_to(past.ids_BxSxK, (B, N, W))
     block_BxNxN = jnp.broadcast_to(W + jnp.arange(N), (B, N, N))
+    joined = jax.tree.map(
+      lambda past, own: jnp.concatenate([past.reshape(B, W, -1), own], axis=1),
+      past.entries.rows, keys,
+    )  # fmt: skip
+    entries = Paged.contiguous(joined)
     view = View(
-      window_BxPxC=keys_BxNxC,
+      window=keys,
       tags_BxP=jnp.full((B, N), ring.EMPTY),  # no causal window: the block's keys are entries
-      entries_BxTxC=jnp.concatenate([past.entries_BxTxC.astype(keys_BxNxC.dtype), keys_BxNxC], 1),
-      rows_BxSxK=jnp.concatenate([rows_BxNxW, block_BxNxN], axis=2),
+      entries=entries.rows,
+      rows_BxSxK=entries.locate(jnp.concatenate([ids_BxNxW, block_BxNxN], axis=2)),
     )
     attended = sparse_attention(
       q_BxNxHxC, positions, view, self.sink[...], scale=self.scale, backend=self.run.backend
@@ -87,46 +98,41 @@ class Drafts(nnx.Module):
     self.markov = Markov(config, rngs=rngs)
     self.confidence = Linear(D + config.draft_markov_rank, 1, rngs=rngs)
 
-  def fill(
-    self,
-    cache: LayerCache,
-    main_BxSxTD: Float[Array, "B S TD"],
-    positions_BxS: Int[Array, "B S"],
-    valid_BxS: Bool[Array, "B S"],
-  ) -> LayerCache:
-    """Writes the keys of tokens that the backbone has consumed into every draft layer's ring.
+  def keys(self, main_BxNxTD: Float[Array, "B N TD"], positions_BxN: Int[Array, "B N"]) -> Stored:
+    """Keys [L, B, N, C] of tokens that the backbone has consumed, for every draft layer's ring.
 
     Args:
-      main_BxSxTD: means over the streams that entered the target layers, side by side.
+      main_BxNxTD: means over the streams that entered the target layers, side by side.
     """
-    x_BxSxD = self.main_norm(self.main_proj(main_BxSxTD))
+    x_BxNxD = self.main_norm(self.main_proj(main_BxNxTD))
     graphdef, states = nnx.split(self.layers)
     freqs = rope.frequencies(self.config, False)
 
-    def layer(layer_ring: ring.Ring, state: nnx.State) -> ring.Ring:
-      keys = nnx.merge(graphdef, state).attn.window_keys(x_BxSxD, positions_BxS, freqs)
-      return ring.write(layer_ring, keys, positions_BxS, valid_BxS)
+    def layer(state: nnx.State) -> Stored:
+      attn = nnx.merge(graphdef, state).attn
+      return attn.window_keys(x_BxNxD, positions_BxN, freqs, packed=True)
 
-    rings = jax.lax.map(lambda x: layer(*x), (cache.ring, states))
-    return dataclasses.replace(cache, ring=rings)
+    return jax.lax.map(layer, states)
 
   def run_block(
-    self, cache: LayerCache, carry: Carry, length_B: Int[Array, "B"]
+    self, rings: ring.Ring, carry: Carry, length_B: Int[Array, "B"]
   ) -> tuple[Carry, Bool[Array, "B"]]:
     """Streams of a block at positions length .. length + N - 1; whether a ring row was missing."""
     graphdef, states = nnx.split(self.layers)
     B, N = carry.x_BxSxMxD.shape[:2]
-    batch = Batch.of(jnp.zeros((B, N), jnp.int32)).continuing(length_B)
+    batch = Batch.of(jnp.zeros((B, N), jnp.int32))
+    positions_BxN = length_B[:, None] + jnp.arange(N)
+    batch = dataclasses.replace(batch, positions_BxS=positions_BxN)
     W = self.config.window
 
     def layer(carry: Carry, xs: tuple[ring.Ring, nnx.State]) -> tuple[Carry, jax.Array]:
       layer_ring, state = xs
-      rows_BxWxC, tags_BxW, stale_B = ring.recent(layer_ring, length_B, W)
+      rows, tags_BxW, stale_B = ring.recent(layer_ring, length_B, W)
       places = jnp.where(tags_BxW >= 0, jnp.arange(W), -1)[:, None]
-      past = Published(entries_BxTxC=rows_BxWxC, rows_BxSxK=places)
+      past = Published(entries=Paged.contiguous(rows), ids_BxSxK=places)
       return nnx.merge(graphdef, state)(carry, Inputs(batch, None), past).carry, stale_B
 
-    carry, stale_LxB = jax.lax.scan(layer, carry, (cache.ring, states))
+    carry, stale_LxB = jax.lax.scan(layer, carry, (rings, states))
     return carry, stale_LxB.any(0)
 
   def decide(

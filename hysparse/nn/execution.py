@@ -6,6 +6,8 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
+from hysparse_kernels.formats import Stored, fake_quant
+from jaxtyping import Array, Float
 
 from hysparse.config import Format, TrainConfig
 
@@ -22,6 +24,8 @@ class Execution:
     numerics: "exact" rounds nothing beyond the compute dtype. "kvquant" rounds what a cache holds
       to the formats of the config's precision dial. "official" also rounds where the released
       code does: bfloat16 activations, FP8 inputs of the matrices that are stored quantised.
+    stacked: the parameters of a run of layers are stacked on axis 0; else each layer has its own
+      arrays and nothing is scanned (unstack.py).
   """
 
   compute_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -29,6 +33,7 @@ class Execution:
   remat: Literal["none", "layer"] = "none"
   scan_layers: bool = True
   numerics: Literal["exact", "kvquant", "official"] = "exact"
+  stacked: bool = True
 
   @classmethod
   def of(cls, train: TrainConfig) -> Execution:
@@ -42,6 +47,11 @@ class Execution:
   def dtype(self) -> jnp.dtype:
     return jnp.dtype("bfloat16" if self.official else self.compute_dtype)
 
-  def stored(self, format: Format) -> Format:
-    """The format that a component of the cache is rounded to."""
-    return "f32" if self.numerics == "exact" else format
+  def store(self, x: Float[Array, "... C"], format: Format, *, packed: bool) -> Stored:
+    """Rows as the cache holds them, in a format of the dial; under "exact" nothing is rounded.
+
+    Args:
+      packed: for a cache. Else the same values in their own dtype, differentiable.
+    """
+    format = "f32" if self.numerics == "exact" else format
+    return Stored.of(x, format) if packed else Stored.plain(fake_quant(x, format))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from hysparse_kernels.formats import fake_quant
+from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer import score_rows
 from jaxtyping import Array, Bool, Float, Int
 
@@ -25,18 +25,17 @@ _NO_ENTRY = -1e30  # the logit of a place without an entry; finite, so that its 
 class IndexKeys(nnx.Module):
   """Small keys of a source's entries, from its latents before RoPE."""
 
-  def __init__(self, config: ModelConfig, run: Execution, *, rngs: nnx.Rngs):
-    self.config, self.run = config, run
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    self.config = config
     self.wk = Linear(config.head_dim, config.index_dim, rngs=rngs)
     self.k_norm = RMSNorm(config.index_dim, config.norm_eps)
 
   def __call__(
     self, latent_BxTxC: Float[Array, "B T C"], positions_BxT: Int[Array, "B T"]
   ) -> Float[Array, "B T D"]:
-    """Keys at the position of each group's first token. The latents get no gradient."""
+    """Keys at the position of each group's first token, unrounded. The latents get no gradient."""
     keys = self.k_norm(self.wk(jax.lax.stop_gradient(latent_BxTxC)))
-    keys = rope.rotate(keys, positions_BxT, rope.frequencies(self.config, True))
-    return fake_quant(keys, self.run.stored(self.config.index_k))
+    return rope.rotate(keys, positions_BxT, rope.frequencies(self.config, True))
 
 
 class IndexQueries(nnx.Module):
@@ -62,14 +61,14 @@ class IndexQueries(nnx.Module):
     x_BxSxD, qr_BxSxQ = jax.lax.stop_gradient((x_BxSxD, qr_BxSxQ))
     q = self.wq_b(qr_BxSxQ).reshape(*qr_BxSxQ.shape[:2], c.index_heads, c.index_dim)
     q = rope.rotate(q, positions_BxS, rope.frequencies(c, True))
-    q = fake_quant(q, self.run.stored(c.index_k))
+    q = self.run.store(q, c.index_k, packed=False).decode(q.dtype)
     weights = self.weights_proj(x_BxSxD if self.run.official else x_BxSxD.astype(jnp.float32))
     return q, weights * (c.index_dim**-0.5 * c.index_heads**-0.5)
 
 
 def indexer_loss(
   q_BxSxIxD: Float[Array, "B S I D"],
-  keys_BxTxD: Float[Array, "B T D"],
+  keys: Stored,
   weights_BxSxI: Float[Array, "B S I"],
   rows_BxSxK: Int[Array, "B S K"],
   mass_BxSxK: Float[Array, "B S K"],
@@ -83,10 +82,12 @@ def indexer_loss(
   learn).
 
   Args:
+    keys: of the source's entries, [R, D].
+    rows_BxSxK: the rows selected, -1 for none.
     mass_BxSxK: attention probability of each selected entry, summed over heads, detached.
   """
   chosen = rows_BxSxK >= 0
-  scores = score_rows(q_BxSxIxD, keys_BxTxD, weights_BxSxI, rows_BxSxK, backend=backend)
+  scores = score_rows(q_BxSxIxD, keys, weights_BxSxI, rows_BxSxK, backend=backend)
   log_p = jax.nn.log_softmax(jnp.where(chosen, scores, _NO_ENTRY), axis=-1)
   mass = jnp.where(chosen, mass_BxSxK, 0.0)
   target = mass / jnp.maximum(mass.sum(-1, keepdims=True), 1e-20)

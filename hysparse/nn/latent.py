@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from hysparse_kernels.formats import fake_quant
+from hysparse_kernels.formats import Stored
 from hysparse_kernels.sparse_attention import Attended
 from jaxtyping import Array, Float, Int
 
@@ -57,11 +57,16 @@ class LatentAttention(LowRankQueries):
     self.output = GroupedOutput(config, run, rngs=rngs)
 
   def window_keys(
-    self, x_BxSxD: Float[Array, "B S D"], positions_BxS: Int[Array, "B S"], freqs: np.ndarray
-  ) -> Float[Array, "B S C"]:
-    """Keys of the tokens' own window, rounded to the format they are stored in."""
+    self,
+    x_BxSxD: Float[Array, "B S D"],
+    positions_BxS: Int[Array, "B S"],
+    freqs: np.ndarray,
+    *,
+    packed: bool,
+  ) -> Stored:
+    """Keys [B, S, C] of the tokens' own window, as they are stored."""
     keys = rope.rotate(self.kv_norm(self.wkv(x_BxSxD)), positions_BxS, freqs)
-    return fake_quant(keys, self.run.stored(self.config.window_kv))
+    return self.run.store(keys, self.config.window_kv, packed=packed)
 
   def project(
     self, attended: Attended, positions_BxS: Int[Array, "B S"], freqs: np.ndarray

@@ -11,20 +11,27 @@ import numpy as np
 from flax import nnx
 from hysparse_kernels import hyper_connections as hc
 from hysparse_kernels.compat import einsum
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from hysparse.cache.state import Cache, LayerCache, push
+from hysparse.cache import layout
+from hysparse.cache.settle import Pending, appended, settle
+from hysparse.cache.state import Cache, LayerCache
 from hysparse.config import Config, ConfigError, ModelConfig
 from hysparse.nn import init, streams
 from hysparse.nn.batch import Batch
 from hysparse.nn.block import Block, Carry, Inputs, Passed, Wanted
+from hysparse.nn.calls import Call, Drafted, Hidden, Output
 from hysparse.nn.drafts import Drafts
 from hysparse.nn.engram import Ids, TokenMap
 from hysparse.nn.execution import Execution
-from hysparse.nn.handoff import LayerAux, Published
+from hysparse.nn.handoff import Kept, LayerAux, Published
 from hysparse.nn.image_span import Delimiters, Grid
 from hysparse.nn.linear import RMSNorm
 from hysparse.nn.vision import Aligner, VisionTower
+
+_WHOLE = Call()
+
+Split = tuple[nnx.GraphDef, nnx.State]
 
 
 class Table(nnx.Module):
@@ -52,9 +59,10 @@ class Model(nnx.Module):
       same = np.arange(config.vocab_size)
       self.token_map = TokenMap(jnp.asarray(same if token_map is None else token_map, jnp.int32))
 
-    def stack(first: int, count: int) -> Block:
+    def stack(first: int, count: int) -> Block | nnx.List[Block]:
       keys = jax.random.split(rngs.params(), count)
-      return nnx.vmap(lambda key: Block(config, first, run, rngs=nnx.Rngs(params=key)))(keys)
+      make = lambda key: Block(config, first, run, rngs=nnx.Rngs(params=key))  # noqa: E731
+      return nnx.vmap(make)(keys) if run.stacked else nnx.List([make(key) for key in keys])
 
     self.runs = nnx.List([stack(*run_of_layers) for run_of_layers in config.layers.runs()])
     self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -66,39 +74,60 @@ class Model(nnx.Module):
       self.aligner = Aligner(config, rngs=rngs)
       self.image = Delimiters(config, rngs=rngs)
 
-  def hidden(self, batch: Batch, cache: Cache | None = None, *, capture: bool = False) -> Hidden:
+  def hidden(self, batch: Batch, cache: Cache | None = None, call: Call = _WHOLE) -> Hidden:
     """States behind the final norm, in the compute dtype, and what the layers told.
 
     Args:
       cache: state of the sequences that the rows of `batch` continue.
-      capture: unroll the layers and return their traces.
 
     Raises:
-      ValueError: a batch that does not fit the model or the cache.
+      ValueError: a batch that does not fit the model or the cache, or a call that does not fit the
+        schedule.
     """
-    self._check(batch, cache)
+    call.check(self.config, self.run, batch, cache)
     if cache is not None:
-      batch = batch.continuing(cache.length_B)
+      batch = batch.continuing(cache)
     inputs = self.inputs(batch, cache)
     carry, published = Carry(*streams.begin(self._embed(batch), self.config.streams)), Published()
-    drafts_read = self.config.draft_layers and (cache is not None or capture)
+    drafts_read = self.config.draft_layers and (cache is not None or call.capture)
     targets = self.config.draft_target_layers if drafts_read else ()
+    kept_tokens = None if call.defer else layout.kept_tokens(self.config)
     runs, entering = [], {}
     for r, (first, count) in enumerate(self.config.layers.runs()):
       inside = [t for t in targets if first <= t < first + count]
       run_cache = None if cache is None else cache.layers[r]
-      passed = self._run(r, carry, inputs, published, run_cache, Wanted(capture, bool(inside)))
+      wanted = Wanted(call.capture, bool(inside), kept_tokens)
+      last = None
+      if call.replays and first == self.config.layers.decoder_start:
+        if call.more:
+          kept = self.layer(first).publish(carry, inputs, _alone(run_cache), kept_tokens)
+          runs.append(Passed(carry, published, kept, None))
+          break
+        last = self.config.window
+      passed = self._run(r, carry, inputs, published, run_cache, wanted, last)
+      if last is not None:
+        inputs = dataclasses.replace(inputs, batch=inputs.batch.last(last))
       carry, published = passed.carry, passed.published
       entering |= {t: passed.aux.entering_BxSxD[t - first] for t in inside}
       runs.append(passed)
-    told = [dataclasses.replace(run.aux, entering_BxSxD=None, trace=None) for run in runs]
+    told = [
+      dataclasses.replace(run.aux, entering_BxSxD=None, trace=None) for run in runs if run.aux
+    ]
     aux = jax.tree.map(lambda *xs: jnp.concatenate(xs), *told)
-    if capture:
+    if call.capture:
       aux = dataclasses.replace(aux, trace=[trace for run in runs for trace in run.aux.trace])
-    main = jnp.concatenate([entering[t] for t in targets], axis=-1) if targets else None
+    main = None
+    if len(entering) == len(targets) > 0:
+      size = min(x.shape[1] for x in entering.values())
+      cut = {t: x if x.shape[1] == size else batch.tail(x, size) for t, x in entering.items()}
+      main = jnp.concatenate([cut[t] for t in targets], axis=-1)
+    pending = None
     if cache is not None:
-      cache = self._advanced(cache, tuple(run.cache for run in runs), inputs, aux, main)
-    return Hidden(self.norm(self._fold(carry)), cache, aux, main)
+      pending = self._pending(batch, inputs.ids, aux, runs, main, kept_tokens)
+      cache = appended(cache, [run.kept.pools for run in runs])
+      if not call.defer:
+        cache, pending = settle(cache, pending), None
+    return Hidden(self.norm(self._fold(carry)), inputs.batch, cache, pending, aux, main)
 
   def _run(
     self,
@@ -108,39 +137,63 @@ class Model(nnx.Module):
     published: Published,
     cache: LayerCache | None,
     wanted: Wanted,
+    last: int | None = None,
   ) -> Passed:
-    """One run of equal layers; its caches and what it tells are stacked, its traces a list."""
-    graphdef, states = nnx.split(self.runs[index])
+    """One run of equal layers: what its cache gets and what it tells are stacked, traces a list."""
     count = self.config.layers.runs()[index][1]
+    window = None if cache is None else cache.window
+    pools = () if cache is None else cache.pools
 
-    def layer(carry: Carry, published: Published, state: nnx.State, cache: LayerCache | None):
-      return nnx.merge(graphdef, state)(carry, inputs, published, cache, wanted)
+    def layer(carry: Carry, published: Published, block: Split, own: LayerCache | None):
+      return nnx.merge(*block)(carry, inputs, published, own, wanted, last)
 
     if self.run.remat == "layer":
       layer = jax.checkpoint(layer)
-    if count > 1 and self.run.scan_layers and not wanted.trace:
+    scanned = self.run.stacked and self.run.scan_layers and count > 1
+    if scanned and not wanted.trace and not pools:
+      graphdef, states = nnx.split(self.runs[index])
+
       # Only layers that publish nothing are stacked, so the scan closes over what they read.
       def step(carry: Carry, xs: tuple) -> tuple[Carry, tuple]:
-        passed = layer(carry, published, *xs)
-        return passed.carry, (passed.cache, passed.aux)
+        state, window = xs
+        own = None if cache is None else LayerCache(window=window)
+        passed = layer(carry, published, (graphdef, state), own)
+        return passed.carry, (passed.kept, passed.aux)
 
-      carry, (cache, aux) = jax.lax.scan(step, carry, (states, cache))
-      return Passed(carry, published, cache, aux)
-    told, traces = [], []
+      carry, (kept, aux) = jax.lax.scan(step, carry, (states, window))
+      return Passed(carry, published, kept, aux)
+    told, traces, kept_pools = [], [], []
     for i in range(count):
-      passed = layer(carry, published, *jax.tree.map(lambda x, i=i: x[i], (states, cache)))
+      ring = jax.tree.map(lambda x, i=i: x[i], window)
+      own = None
+      if cache is not None:
+        own = LayerCache(ring, cache.partial, pools[i : i + 1])
+      passed = layer(carry, published, self._split(index, i), own)
       carry, published = passed.carry, passed.published
-      told.append((passed.cache, dataclasses.replace(passed.aux, trace=None)))
+      kept = passed.kept
+      if kept is not None:
+        # Pools are too large to be stacked, and there is one unfinished group at most.
+        kept_pools.append(kept.pools)
+        group, kept = kept.group, Kept(kept.window)
+      told.append((kept, dataclasses.replace(passed.aux, trace=None)))
       traces.append(passed.aux.trace)
-    cache, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *told)
-    return Passed(carry, published, cache, dataclasses.replace(aux, trace=traces))
+    kept, aux = jax.tree.map(lambda *xs: jnp.stack(xs), *told)
+    if kept is not None:
+      kept = Kept(kept.window, group, tuple(kept_pools) if pools else None)
+    return Passed(carry, published, kept, dataclasses.replace(aux, trace=traces))
 
   def layer(self, index: int) -> Block:
     """Layer `index` of the schedule as a module of its own."""
     first = next(f for f, count in self.config.layers.runs() if f <= index < f + count)
     run = next(i for i, (f, _) in enumerate(self.config.layers.runs()) if f == first)
+    return nnx.merge(*self._split(run, index - first))
+
+  def _split(self, run: int, at: int) -> Split:
+    """Graph and arrays of one layer of a run."""
+    if not self.run.stacked:
+      return nnx.split(self.runs[run][at])
     graphdef, states = nnx.split(self.runs[run])
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x[index - first], states))
+    return graphdef, jax.tree.map(lambda x: x[at], states)
 
   def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Float32 logits of final states."""
@@ -178,15 +231,6 @@ class Model(nnx.Module):
       raise ValueError("encode_image: the model has no vision (model.vision_layers is 0)")
     return self.aligner(self.vision(patches_Nx3xPxP, grid), grid)
 
-  def _check(self, batch: Batch, cache: Cache | None) -> None:
-    B, S = batch.tokens_BxS.shape
-    if cache is None and self.config.max_positions < S:
-      raise ValueError(
-        f"batch: rows of {S} tokens; model.max_positions is {self.config.max_positions}"
-      )
-    if cache is not None and len(cache.length_B) != B:
-      raise ValueError(f"batch: {B} rows for a cache of {len(cache.length_B)} sequences")
-
   def _embed(self, batch: Batch) -> Float[Array, "B S D"]:
     x_BxSxD = self.embed.weight[...].astype(self.run.dtype)[batch.tokens_BxS]
     if batch.token_types_BxS is None:
@@ -202,28 +246,31 @@ class Model(nnx.Module):
       images_BxNxD = x_BxSxD[:, :0]
     return self.image.insert(x_BxSxD, batch.token_types_BxS, images_BxNxD)
 
-  def _advanced(
+  def _pending(
     self,
-    cache: Cache,
-    layers: tuple[LayerCache, ...],
-    inputs: Inputs,
+    batch: Batch,
+    ids: Ids | None,
     aux: LayerAux,
-    main_BxSxTD: Float[Array, "B S TD"] | None,
-  ) -> Cache:
-    """The cache after a call."""
-    batch, drafts, history = inputs.batch, cache.drafts, cache.history_BxL
-    if drafts is not None:
-      # Only the last W tokens can stay in a ring.
-      kept = min(self.config.window, batch.tokens_BxS.shape[1])
-      at_BxN = batch.count_B[:, None] + jnp.arange(-kept, 0)
-      main = jnp.take_along_axis(main_BxSxTD, jnp.maximum(at_BxN, 0)[..., None], axis=1)
-      drafts = self.drafts.fill(drafts, main, cache.length_B[:, None] + at_BxN, at_BxN >= 0)
-    if history is not None:
-      history = push(history, inputs.ids.compressed_BxS, batch.count_B)
-    length_B = cache.length_B + batch.count_B
-    error_B = cache.error_B | aux.stale_B.any(0) | (length_B > cache.max_tokens) | batch.unfit_B
-    return dataclasses.replace(
-      cache, layers=layers, drafts=drafts, history_BxL=history, length_B=length_B, error_B=error_B
+    runs: list[Passed],
+    main_BxNxTD: Float[Array, "B N TD"] | None,
+    kept_tokens: int | None,
+  ) -> Pending:
+    """What remains to be written after a call."""
+    kept_tokens = kept_tokens or batch.tokens_BxS.shape[1]
+    keys = None
+    if main_BxNxTD is not None:
+      N = min(kept_tokens, main_BxNxTD.shape[1])
+      if main_BxNxTD.shape[1] > N:
+        main_BxNxTD = batch.tail(main_BxNxTD, N)
+      first_B = batch.length_B + jnp.maximum(batch.count_B - N, 0)
+      keys = self.drafts.keys(main_BxNxTD, first_B[:, None] + jnp.arange(N))
+    return Pending(
+      windows=tuple(run.kept.window for run in runs),
+      groups=tuple(run.kept.group for run in runs),
+      drafts=keys,
+      ids_BxN=None if ids is None else batch.tail(ids.compressed_BxS, kept_tokens),
+      count_B=batch.count_B,
+      error_B=aux.stale_B.any(0) | batch.unfit_B,
     )
 
   def _fold(self, carry: Carry) -> Float[Array, "B S D"]:
@@ -238,51 +285,9 @@ class Model(nnx.Module):
     return u_NxD.reshape(B, S, D)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Hidden:
-  """What the layers return.
-
-  Attributes:
-    x_BxSxD: states behind the final norm.
-    cache: after the call; None without one.
-    aux: the `LayerAux` of all layers stacked on axis 0; traces as a list.
-    main_BxSxTD: what the draft layers read, if there are any and a cache or traces were asked for.
-  """
-
-  x_BxSxD: Float[Array, "B S D"]
-  cache: Cache | None
-  aux: LayerAux
-  main_BxSxTD: Float[Array, "B S TD"] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Output:
-  """Logits in float32 for the positions asked; the rest as in `Hidden`."""
-
-  logits_BxNxV: Float[Array, "B N V"]
-  cache: Cache | None
-  aux: LayerAux
-  main_hidden_BxSxTD: Float[Array, "B S TD"] | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Drafted:
-  """A drafted block.
-
-  Attributes:
-    ids_BxN: the anchor, then the drafts.
-    logits_BxNxV: from which each draft was taken, float32.
-    confidence_BxN: that the draft will be accepted, a raw logit.
-    error_B: the cache held rows that are not the sequence's.
-  """
-
-  ids_BxN: Int[Array, "B N+1"]
-  logits_BxNxV: Float[Array, "B N V"]
-  confidence_BxN: Float[Array, "B N"]
-  error_B: Bool[Array, "B"]
+def _alone(cache: LayerCache) -> LayerCache:
+  """The cache of the only layer of a run."""
+  return dataclasses.replace(cache, window=jax.tree.map(lambda x: x[0], cache.window))
 
 
 def create(
@@ -334,6 +339,9 @@ def forward(
   batch: Batch,
   cache: Cache | None = None,
   *,
+  prefill: Literal["all_layers", "replay"] = "all_layers",
+  more: bool = False,
+  defer: bool = False,
   logits_at: Int[Array, "B N"] | None = None,
   all_positions: bool = False,
   capture: bool = False,
@@ -344,19 +352,29 @@ def forward(
   continues its sequence, and the result equals that of one call over all its tokens.
 
   Args:
+    prefill: see `Call`; so `more`, `defer` and `capture`. "replay" is an approximation.
     logits_at: row offsets whose logits are wanted; None: each row's last valid token.
     all_positions: all of them (S x V floats: for tests and small models).
-    capture: also return what every layer read and chose (see `LayerAux.trace`).
+
+  Raises:
+    ValueError: a batch that does not fit the model or the cache, or "replay" with a schedule that
+      cannot, with the reason.
   """
+  call = Call(prefill, more, defer, capture)
+  if call.replays and (all_positions or logits_at is not None):
+    raise ValueError("forward: prefill='replay' gives the logits of each row's last token only")
   model = nnx.merge(graphdef, state)
-  hidden = model.hidden(batch, cache, capture=capture)
+  hidden = model.hidden(batch, cache, call)
   x_BxSxD = hidden.x_BxSxD
-  if not all_positions:
+  if call.replays and more:
+    x_BxSxD = x_BxSxD[:, :0]
+  elif not all_positions:
     if logits_at is None:
       offsets = jnp.arange(x_BxSxD.shape[1])
-      logits_at = jnp.where(batch.valid_BxS, offsets, 0).max(1, keepdims=True)
+      logits_at = jnp.where(hidden.batch.valid_BxS, offsets, 0).max(1, keepdims=True)
     x_BxSxD = jnp.take_along_axis(x_BxSxD, logits_at[..., None], axis=1)
-  return Output(model.logits(x_BxSxD), hidden.cache, hidden.aux, hidden.main_BxSxTD)
+  logits = model.logits(x_BxSxD)
+  return Output(logits, hidden.cache, hidden.pending, hidden.aux, hidden.main_BxSxTD)
 
 
 def draft(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 from flax import nnx
 from hysparse_kernels.dense_attention import dense_attention
 from jaxtyping import Array, Float
 
-from hysparse.cache.state import LayerCache, append
+from hysparse.cache.state import LayerCache, Pools
 from hysparse.config import ModelConfig
 from hysparse.nn import rope
 from hysparse.nn.batch import Batch
 from hysparse.nn.execution import Execution
-from hysparse.nn.handoff import Published, Told
+from hysparse.nn.handoff import Kept, Published, Told
 from hysparse.nn.latent import LowRankQueries
 from hysparse.nn.linear import Linear
 from hysparse.nn.output import GroupedOutput
@@ -38,6 +36,7 @@ class PlainAttention(LowRankQueries):
     batch: Batch,
     published: Published,
     cache: LayerCache | None = None,
+    source: None = None,
   ) -> tuple[Float[Array, "B S D"], Told]:
     """As `Attention`: what earlier layers published passes through."""
     c, positions = self.config, batch.positions_BxS
@@ -46,15 +45,18 @@ class PlainAttention(LowRankQueries):
     _, q = self.queries(x_BxSxD, positions, freqs)
     k, v = (w(x_BxSxD).reshape(B, S, self.kv_heads, c.head_dim) for w in (self.wk, self.wv))
     k = rope.rotate(k, positions, freqs)
-    if cache is not None:
-      cache = dataclasses.replace(
-        cache,
-        keys_BxTxHxC=append(cache.keys_BxTxHxC, k, positions, batch.valid_BxS),
-        values_BxTxHxC=append(cache.values_BxTxHxC, v, positions, batch.valid_BxS),
-      )
-      k, v = (x.astype(q.dtype) for x in (cache.keys_BxTxHxC, cache.values_BxTxHxC))
+    k, v = (self.run.store(x, "bf16", packed=cache is not None) for x in (k, v))
+    kept = stale_B = None
+    if cache is None:
+      k, v = k.decode(q.dtype), v.decode(q.dtype)
+    else:
+      (pools,) = cache.pools
+      ids, valid = positions, batch.valid_BxS
+      k = batch.pages.of(pools.keys, 1).put(ids, k, valid)
+      v = batch.pages.of(pools.values, 1).put(ids, v, valid)
+      kept, stale_B = Kept(pools=Pools(keys=k.rows, values=v.rows)), jnp.zeros((B,), bool)
+      k, v = (x.values(q.dtype, batch.entries_B(1)) for x in (k, v))
     attended = dense_attention(q, k, v, *batch.span(1), scale=self.scale, backend=self.run.backend)
     y_BxSxD = self.output(attended.out_BxSxHxC)
-    stale_B = None if cache is None else jnp.zeros((B,), bool)
     trace = {"q": q, "attention": y_BxSxD}
-    return y_BxSxD, Told(published, cache, stale_B, jnp.zeros((), jnp.float32), trace)
+    return y_BxSxD, Told(published, kept, stale_B, jnp.zeros((), jnp.float32), trace)

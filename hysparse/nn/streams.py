@@ -55,16 +55,7 @@ class Streams(nnx.Module):
       return x_BxSxMxD + y_BxSxD[:, :, None], pre_BxSxM, tuple(rest)
     backend = self.run.backend
     x_NxMxD = x_BxSxMxD.reshape(B * S, M, D)
-    mix = hc.coefficients(
-      x_NxMxD,
-      self.fn[...],
-      self.base[...],
-      self.scale[...],
-      iters=self.config.sinkhorn_iters,
-      eps=self.config.hc_eps,
-      norm_eps=self.config.norm_eps,
-      backend=backend,
-    )
+    mix = self._mix(x_NxMxD)
     own = self.config.residual == "two_pass"
     pre_NxM = mix.pre_NxM if own else pre_BxSxM.reshape(B * S, M)
     u_NxD = hc.fold(x_NxMxD, pre_NxM, backend=backend)
@@ -72,6 +63,30 @@ class Streams(nnx.Module):
     y_NxD = y_BxSxD.reshape(B * S, D)
     x_NxMxD = hc.update(x_NxMxD, y_NxD, mix.post_NxM, mix.comb_NxMxM, backend=backend)
     return x_NxMxD.reshape(B, S, M, D), mix.pre_NxM.reshape(B, S, M), tuple(rest)
+
+  def read(
+    self, x_BxSxMxD: Float[Array, "B S M D"], pre_BxSxM: Float[Array, "B S M"]
+  ) -> Float[Array, "B S D"]:
+    """What a sublayer would read, without running it."""
+    B, S, M, D = x_BxSxMxD.shape
+    if self.config.residual == "plain":
+      return x_BxSxMxD[:, :, 0]
+    x_NxMxD, pre_NxM = x_BxSxMxD.reshape(B * S, M, D), pre_BxSxM.reshape(B * S, M)
+    if self.config.residual == "two_pass":
+      pre_NxM = self._mix(x_NxMxD).pre_NxM
+    return hc.fold(x_NxMxD, pre_NxM, backend=self.run.backend).reshape(B, S, D)
+
+  def _mix(self, x_NxMxD: Float[Array, "N M D"]) -> hc.Coefficients:
+    return hc.coefficients(
+      x_NxMxD,
+      self.fn[...],
+      self.base[...],
+      self.scale[...],
+      iters=self.config.sinkhorn_iters,
+      eps=self.config.hc_eps,
+      norm_eps=self.config.norm_eps,
+      backend=self.run.backend,
+    )
 
 
 def begin(embedded_BxSxD: Float[Array, "B S D"], streams: int) -> tuple[jax.Array, jax.Array]:

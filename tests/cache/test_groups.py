@@ -6,10 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hysparse.cache.groups import PartialGroup, advance
+from hysparse.cache.groups import PartialGroup, complete, remainder
 
 ROWS, WIDTH = 2, 8  # sequences, and tokens of a call, of which the first ones are valid
-step = jax.jit(advance, static_argnums=5)
+complete = jax.jit(complete, static_argnums=4)
+remainder = jax.jit(remainder, static_argnums=5)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -28,7 +29,16 @@ def test_every_complete_group_comes_out_once_with_its_own_tokens(ratio, calls):
     values = np.where(np.arange(WIDTH) < counts[:, None], values, -7)[..., None]  # padding
     kv = jnp.asarray(values, jnp.float32)
     arguments = (jnp.asarray(x, jnp.int32) for x in (length, counts))
-    grouped, partial = step(partial, kv, -kv, *arguments, ratio)
+    call, (before, count) = PartialGroup(kv, -kv), arguments
+    grouped = complete(partial, call, before, count, ratio)
+    # Of the call, its last tokens are enough.
+    first = jnp.maximum(count - (ratio - 1), 0)
+    at = first[:, None] + jnp.arange(ratio - 1)
+    tail = jax.tree.map(lambda x: jnp.take_along_axis(x, at[..., None], axis=1), call)  # noqa: B023
+    whole = remainder(partial, call, before, jnp.zeros_like(first), count, ratio)
+    partial = remainder(partial, tail, before, first, count, ratio)
+    used = np.arange(ratio - 1) < (length + counts)[:, None] % ratio
+    np.testing.assert_array_equal(whole.kv_BxRxC[used], partial.kv_BxRxC[used])
     for b in range(ROWS):
       for n in np.flatnonzero(grouped.done_BxN[b]):
         group = int(grouped.ids_BxN[b, n])

@@ -111,8 +111,10 @@ def test_bookkeeping_and_scratch_have_their_own_lines(released):
   assert tags.bytes_at(10**6) == 43 * 128 * 4
   assert [table.bytes_at(n) for n in (0, 1, 256, 257)] == [0, 4, 4, 8]
   assert status.bytes_at(10**6) == 4 + 1
-  (keys,) = state.of("scratch")
+  keys, groups, tokens = state.of("scratch")
   assert keys.bytes_at(10**6) == 43 * 6 * 528
+  assert groups.bytes_at(10**6) == 3 * 6 * 2 * 512 * 4
+  assert tokens.bytes_at(10**6) == 6 * 4
   assert state.global_bytes_per_token == 890
 
 

@@ -42,8 +42,10 @@ def cached(graphdef, state, streams_LxSxMxD, mixes_LxSxM, batch):
     carry = Carry(streams_LxSxMxD[i][None], mixes_LxSxM[i][None])
     wanted = Wanted(trace=True)
     trace = model.layer(i).transform(carry, inputs, Published(), wanted=wanted).aux.trace
-    names = ["window", *(("entries", "index_keys") if spec.is_source else ())]
-    found.append({name: trace[name][0] for name in names})
+    values = {"window": trace["window"].decode}
+    if spec.is_source:
+      values |= {name: trace[name].values for name in ("entries", "index_keys")}
+    found.append({name: value(jnp.float32)[0] for name, value in values.items()})
   return found
 
 

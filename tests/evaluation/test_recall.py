@@ -12,6 +12,7 @@ from flax import nnx
 from hysparse.evaluation.heldout import bits_per_byte
 from hysparse.evaluation.recall import VISIBLE_PER_SELECTED, indexer_recall
 from hysparse.nn.batch import Batch
+from hysparse.nn.calls import Call
 
 # Float32 logarithms summed over some hundred tokens.
 BITS_TOLERANCE = 1e-5
@@ -35,12 +36,16 @@ def test_recall_counts_the_entries_with_most_mass(schedule):
   found = indexer_recall(graphdef, state, [small.arrays(inputs)], cfg.model)
   assert set(found) == set(cfg.model.layers.index_sources)
 
-  told = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(inputs, capture=True).aux)(state)
+  told = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(inputs, call=Call(capture=True)).aux)(
+    state
+  )
   K, W = cfg.model.top_k, cfg.model.window
   for layer, result in found.items():
     ratio = cfg.model.layers[layer].ratio
-    trace = {k: np.asarray(told.trace[layer][k], np.float64) for k in ("q", "window", "entries")}
-    sink, rows = (np.asarray(told.trace[layer][k]) for k in ("sink", "rows"))
+    seen = told.trace[layer]
+    trace = {"window": seen["window"].decode(), "entries": seen["entries"].values(jnp.float32)}
+    trace = {k: np.asarray(x, np.float64) for k, x in ({"q": seen["q"]} | trace).items()}
+    sink, rows = (np.asarray(seen[k]) for k in ("sink", "ids"))
     lo, hi = (np.asarray(x) for x in inputs.span(ratio))
     shares, randoms = [], []
     for b, s in np.ndindex(lo.shape):

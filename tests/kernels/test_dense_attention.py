@@ -77,9 +77,9 @@ def test_a_merge_of_window_and_entries_is_one_softmax():
   view = arguments["view"]
   want = sparse_attention(**arguments)  # top_k = all 12 entries
   rest = {n: arguments[n] for n in ("q_BxSxHxC", "positions_BxS", "sink_H", "scale")}
-  window = sparse_attention(view=type(view)(view.window_BxPxC, view.tags_BxP, window=6), **rest)
+  window = sparse_attention(view=type(view)(view.window, view.tags_BxP, width=6), **rest)
   hi = (arguments["positions_BxS"] + 1) // 2
-  entries = view.entries_BxTxC[:, :, None]
+  entries = view.entries.decode().reshape(2, 12, 1, -1)
   dense = dense_attention(
     arguments["q_BxSxHxC"], entries, entries, jnp.zeros_like(hi), hi, scale=arguments["scale"]
   )

@@ -4,20 +4,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer import Pool, score_rows, select
 from hysparse_kernels.indexer.specs import SPECS, Spec
+from hysparse_kernels.paged import Paged
 from hysparse_kernels.selection import top_visible
 
 # Scores are sums of up to 32 heads x 128 products; two orders of summation differ by this much.
 SCORE_TOLERANCE = 2e-5
 
-by_name = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+# Quantising takes long to compile: one packed spec for every day.
+by_name = pytest.mark.parametrize(
+  "spec",
+  [pytest.param(s, marks=[] if s.index_k in ("f32", "fp8") else pytest.mark.slow) for s in SPECS],
+  ids=lambda spec: spec.name,
+)
 both = pytest.mark.parametrize("backend", ["reference", "xla"])
 
 
-def oracle(q_BxSxIxD, k_BxTxD, weights_BxSxI, lo_BxS, hi_BxS, top_k, block_size=8, pool_blocks=0):
+def contiguous(keys):
+  """[B, T, D] values of paged keys."""
+  return keys.read(jnp.arange(keys.entries)).decode()
+
+
+def oracle(q_BxSxIxD, keys, weights_BxSxI, lo_BxS, hi_BxS, top_k, block_size=8, pool_blocks=0):
   """Float64 scores and a stable sort: ties go to the lower entry by construction."""
-  q, k, w = (np.asarray(x, np.float64) for x in (q_BxSxIxD, k_BxTxD, weights_BxSxI))
+  q, k, w = (np.asarray(x, np.float64) for x in (q_BxSxIxD, contiguous(keys), weights_BxSxI))
   scores = np.einsum("bsit,bsi->bst", np.maximum(np.einsum("bsid,btd->bsit", q, k), 0), w)
   rows = np.full((*scores.shape[:2], min(top_k, scores.shape[-1])), -1)
   pools = []
@@ -59,7 +71,7 @@ def test_a_pool_restricts_to_whole_blocks_and_pads_when_small(backend, blocks):
   rows = np.asarray(select(**arguments, within=pool, backend=backend).rows_BxSxK)
   free = np.asarray(select(**arguments, backend=backend).rows_BxSxK)
   assert (rows != free).any(), "the pool excluded nothing"
-  mask = np.asarray(pool.mask(arguments["k_BxTxD"].shape[1]))
+  mask = np.asarray(pool.mask(arguments["keys"].entries))
   hi = np.asarray(arguments["hi_BxS"])
   for b, s in np.ndindex(rows.shape[:2]):
     chosen = rows[b, s][rows[b, s] >= 0]
@@ -93,7 +105,8 @@ def test_nan_never_selects_and_negative_zero_ties_with_zero():
 @both
 def test_nan_keys_select_nothing_and_hurt_nobody(backend):
   arguments = Spec("nan", queries=6, before=30, pool_blocks=0).arguments()
-  arguments["k_BxTxD"] = arguments["k_BxTxD"].at[0, 3].set(jnp.nan)
+  keys = contiguous(arguments["keys"]).at[0, 3].set(jnp.nan)
+  arguments["keys"] = Paged.contiguous(Stored.plain(keys))
   rows = np.asarray(select(**arguments, backend=backend).rows_BxSxK)
   assert (rows >= 0).all() and not (rows == 3).any()
 
@@ -104,10 +117,13 @@ def test_released_rounding_happens_where_the_released_code_has_it(backend):
   spec = Spec("rounded", queries=40, before=1200, top_k=40, pool_blocks=20)
   arguments = spec.arguments()
   rng = np.random.default_rng(0)
-  for name in ("q_BxSxIxD", "k_BxTxD", "weights_BxSxI"):
-    arguments[name] = jnp.asarray(rng.integers(-20, 21, arguments[name].shape) / 8, jnp.float32)
+  shapes = [arguments["q_BxSxIxD"].shape, (1, arguments["keys"].entries, spec.dim)]
+  shapes.append(arguments["weights_BxSxI"].shape)
+  inputs = [jnp.asarray(rng.integers(-20, 21, shape) / 8, jnp.float32) for shape in shapes]
+  arguments["q_BxSxIxD"], keys, arguments["weights_BxSxI"] = inputs
+  arguments["keys"] = Paged.contiguous(Stored.plain(keys))
   got = select(**arguments, backend=backend, released_rounding=True)
-  inputs = [np.float64(arguments[n]) for n in ("q_BxSxIxD", "k_BxTxD", "weights_BxSxI")]
+  inputs = [np.float64(x) for x in inputs]
 
   def scores(dot, product, total):
     q, k, w = inputs
@@ -129,17 +145,20 @@ def test_released_rounding_happens_where_the_released_code_has_it(backend):
   other = Pool(got.pool.blocks_BxSxN[:, ::-1], spec.block_size)  # of other queries: it excludes
   arguments["pool_blocks"] = 0
   within = select(**arguments, within=other, backend=backend, released_rounding=True).rows_BxSxK
-  mask = np.asarray(other.mask(arguments["k_BxTxD"].shape[1]))
+  mask = np.asarray(other.mask(arguments["keys"].entries))
   want = rows(scores(bf16, bf16, bf16), mask)
   np.testing.assert_array_equal(within, want)
   assert (want != np.asarray(got.rows_BxSxK)).any()
 
 
-@by_name
+@pytest.mark.parametrize(
+  "spec", [s for s in SPECS if s.index_k == "f32"], ids=lambda spec: spec.name
+)
 def test_scores_of_rows_and_their_gradients_equal_the_reference(spec):
   arguments = spec.arguments()
-  rows = select(**arguments).rows_BxSxK
-  inputs = tuple(arguments[n] for n in ("q_BxSxIxD", "k_BxTxD", "weights_BxSxI"))
+  keys = arguments["keys"]
+  rows = keys.locate(select(**arguments).rows_BxSxK)
+  inputs = (arguments["q_BxSxIxD"], keys.rows, arguments["weights_BxSxI"])
   weight = jnp.asarray(np.random.default_rng(2).normal(size=rows.shape), jnp.float32)
 
   def loss(inputs, backend):

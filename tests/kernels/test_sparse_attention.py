@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hysparse_kernels.formats import Stored, fake_quant
 from hysparse_kernels.sparse_attention import View, sparse_attention
 from hysparse_kernels.sparse_attention.specs import SPECS, Spec
 
@@ -16,7 +17,22 @@ GRADIENT_TOLERANCE = 2e-5
 
 attend = jax.jit(sparse_attention, static_argnames=("scale", "backend"))
 
-by_name = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+def values(rows):
+  """Of plain rows; None for none."""
+  return None if rows is None else rows.parts["values"]
+
+
+def plain(x):
+  return None if x is None else Stored.plain(x)
+
+
+# Quantising takes long to compile: packed specs have a test of their own every day.
+by_name = pytest.mark.parametrize(
+  "spec",
+  [pytest.param(s, marks=[] if s.main_kv == "f32" else pytest.mark.slow) for s in SPECS],
+  ids=lambda spec: spec.name,
+)
 
 
 def close(a, b, tolerance):
@@ -34,7 +50,26 @@ def test_xla_equals_the_reference(spec):
     close(got.mass_BxSxK, want.mass_BxSxK, FORWARD_TOLERANCE)
 
 
-@by_name
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_packed_rows_equal_fake_quantised_ones(backend):
+  for spec in (spec for spec in SPECS if spec.main_kv != "f32"):
+    packed = spec.arguments()
+    plain = dataclasses.replace(spec, main_kv="f32", window_kv="f32").arguments()
+    view = plain["view"]
+    fake = dataclasses.replace(
+      view,
+      window=Stored.plain(fake_quant(values(view.window), spec.window_kv)),
+      entries=Stored.plain(fake_quant(values(view.entries), spec.main_kv)),
+    )
+    got, want = (attend(**(packed | {"view": v}), backend=backend) for v in (packed["view"], fake))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    unrounded = attend(**plain, backend=backend).out_BxSxHxC
+    assert (np.asarray(unrounded) != np.asarray(want.out_BxSxHxC)).any()
+
+
+@pytest.mark.parametrize(
+  "spec", [s for s in SPECS if s.main_kv == "f32"], ids=lambda spec: spec.name
+)
 def test_gradients_equal_autodiff_of_the_reference(spec):
   arguments = spec.arguments()
   rng = np.random.default_rng(1)
@@ -43,14 +78,14 @@ def test_gradients_equal_autodiff_of_the_reference(spec):
 
   def loss(floats, backend):
     q, window, entries, sink = floats
-    view = dataclasses.replace(arguments["view"], window_BxPxC=window, entries_BxTxC=entries)
+    view = dataclasses.replace(arguments["view"], window=plain(window), entries=plain(entries))
     result = sparse_attention(
       q, arguments["positions_BxS"], view, sink, scale=arguments["scale"], backend=backend
     )
     return (result.out_BxSxHxC * d_out).sum() + (result.lse_BxSxH * d_lse).sum()
 
   view = arguments["view"]
-  floats = (arguments["q_BxSxHxC"], view.window_BxPxC, view.entries_BxTxC, arguments["sink_H"])
+  floats = (arguments["q_BxSxHxC"], values(view.window), values(view.entries), arguments["sink_H"])
   got, want = (jax.jit(jax.grad(loss), static_argnums=1)(floats, b) for b in ("xla", "reference"))
   jax.tree.map(lambda a, b: close(a, b, GRADIENT_TOLERANCE), got, want)
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(want))
@@ -65,8 +100,8 @@ def test_the_reference_equals_float64_numpy():
   )
   for b, s, h in np.ndindex(q.shape[:3]):
     first = max(s - spec.window + 1, s - positions[b, s])
-    keys = list(view.window_BxPxC[b, first : s + 1])
-    keys += [view.entries_BxTxC[b, row] for row in view.rows_BxSxK[b, s] if row >= 0]
+    keys = list(values(view.window)[b, first : s + 1])
+    keys += [values(view.entries)[row] for row in view.rows_BxSxK[b, s] if row >= 0]
     keys = np.stack(keys).astype(np.float64)
     weights = np.exp(keys @ q[b, s, h] * arguments["scale"])
     want = weights @ keys / (weights.sum() + np.exp(float(sink[h])))
@@ -79,13 +114,14 @@ def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
   view = arguments["view"]
 
   def out(window, tags):
-    changed = dataclasses.replace(view, window_BxPxC=window, tags_BxP=tags)
+    changed = dataclasses.replace(view, window=plain(window), tags_BxP=tags)
     return attend(**(arguments | {"view": changed}), backend=backend).out_BxSxHxC
 
   stale = view.tags_BxP.at[0, 17].add(-8)  # the row that stood in this ring slot a lap ago
-  poison = view.window_BxPxC.at[0, 17].set(1e4)
-  np.testing.assert_array_equal(out(poison, stale), out(view.window_BxPxC, stale))
-  assert (out(poison, view.tags_BxP) != out(view.window_BxPxC, view.tags_BxP)).any()
+  window = values(view.window)
+  poison = window.at[0, 17].set(1e4)
+  np.testing.assert_array_equal(out(poison, stale), out(window, stale))
+  assert (out(poison, view.tags_BxP) != out(window, view.tags_BxP)).any()
 
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
@@ -101,7 +137,7 @@ def test_a_query_without_keys_gives_zeros(backend):
 def in_bfloat16(arguments):
   """Keys in bfloat16; the queries stay float32, so that the result shows what was rounded."""
   view = arguments["view"]
-  keys = {n: getattr(view, n).astype(jnp.bfloat16) for n in ("window_BxPxC", "entries_BxTxC")}
+  keys = {n: plain(values(getattr(view, n)).astype(jnp.bfloat16)) for n in ("window", "entries")}
   return arguments | {"view": dataclasses.replace(view, **keys)}
 
 
@@ -112,7 +148,8 @@ def test_probabilities_are_rounded_for_the_product_alone(backend):
   arguments = in_bfloat16(spec.arguments())
   got = attend(**arguments, backend=backend)
   q, view, sink = (np.asarray(arguments["q_BxSxHxC"]), arguments["view"], arguments["sink_H"])
-  window, entries = (np.float64(x[0]) for x in (view.window_BxPxC, view.entries_BxTxC))
+  window, entries = (np.float64(values(x)) for x in (view.window, view.entries))
+  window = window[0]
   bf16 = lambda x: x.astype(jnp.bfloat16).astype(np.float64)  # noqa: E731
   others = np.zeros(3)
   for s, h in np.ndindex(q.shape[1:3]):
@@ -184,9 +221,9 @@ def test_memory_grows_with_the_selection_and_not_with_the_square():
   def zeros(spec):
     S, C = spec.queries, spec.channels
     view = View(
-      jnp.zeros((1, S, C)),
+      plain(jnp.zeros((1, S, C))),
       jnp.zeros((1, S), jnp.int32),
-      jnp.zeros((1, S, C)),
+      plain(jnp.zeros((S, C))),
       jnp.zeros((1, S, spec.top_k), jnp.int32),
       spec.window,
     )
@@ -194,3 +231,24 @@ def test_memory_grows_with_the_selection_and_not_with_the_square():
 
   small, large = temporaries(4096), temporaries(16384)
   assert large < 4.5 * small  # four times the tokens; the square would be sixteen
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_a_nan_that_nobody_selects_reaches_nobody(backend):
+  """Places without an entry read some row of the pool, which belongs to another sequence."""
+  spec = Spec("shared_pool", batch=2, queries=6, before=10, window=4, ratio=4, top_k=5)
+  arguments = spec.arguments()
+  view = arguments["view"]
+  assert (np.asarray(view.rows_BxSxK)[1] == -1).any()
+  entries, window = values(view.entries), values(view.window)
+  empty = view.tags_BxP.at[1, :7].set(-1)
+  whole = attend(**(arguments | {"view": dataclasses.replace(view, tags_BxP=empty)}))
+  poisoned = dataclasses.replace(
+    view,
+    entries=Stored.of(entries.at[: len(entries) // 2].set(jnp.nan), "f32"),  # all of sequence 0
+    window=Stored.of(window.at[1, :7].set(jnp.nan), "f32"),
+    tags_BxP=empty,
+  )
+  got = attend(**(arguments | {"view": poisoned}), backend=backend)
+  close(got.out_BxSxHxC[1], whole.out_BxSxHxC[1], FORWARD_TOLERANCE)
+  assert np.isnan(got.out_BxSxHxC[0]).any()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small
 
-from hysparse.cache.state import allocate
+from hysparse.cache.allocate import allocate
 from hysparse.nn.batch import Batch
 from hysparse.nn.model import draft, forward
 from hysparse.nn.vision import encode_image
@@ -41,10 +41,10 @@ def test_counts_make_padding_behind_the_tokens():
       "49 tokens.*positions is 48",
     ),
     (
-      lambda m, cfg: forward(*m, Batch.of(jnp.zeros((1, 2), jnp.int32)), allocate(cfg.model, 2, 8)),
+      lambda m, cfg: forward(*m, Batch.of(jnp.zeros((1, 2), jnp.int32)), allocate(cfg, 2, 8)),
       "1 rows for a cache of 2 sequences",
     ),
-    (lambda m, cfg: draft(*m, allocate(cfg.model, 1, 8), jnp.zeros((1,), int)), "no draft layers"),
+    (lambda m, cfg: draft(*m, allocate(cfg, 1, 8), jnp.zeros((1,), int)), "no draft layers"),
     (lambda m, cfg: encode_image(*m, jnp.zeros((1, 3, 2, 2)), (1, 1)), "no vision"),
     (
       lambda m, cfg: forward(
@@ -80,5 +80,13 @@ def test_image_tokens_without_features_are_reported():
   for features, bad in ((2, [False, False]), (1, [True, False])):
     images = jnp.ones((2, features, cfg.model.d_model))
     call = dataclasses.replace(batch, token_types_BxS=types, images_BxNxD=images)
-    output = small.compiled(graphdef, state, call, allocate(cfg.model, 2, 8))
+    output = small.compiled(graphdef, state, call, allocate(cfg, 2, 8))
     np.testing.assert_array_equal(output.cache.error_B, bad)
+
+
+def test_counts_that_do_not_fit_the_rows_are_refused():
+  tokens = jnp.zeros((2, 4), jnp.int32)
+  with pytest.raises(ValueError, match=r"counts: have shape \(1,\); must be \[2\]"):
+    Batch.of(tokens, [3])
+  with pytest.raises(ValueError, match=r"counts: are \[9, 3\]; must be in 0..4"):
+    Batch.of(tokens, [9, 3])

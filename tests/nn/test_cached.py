@@ -10,7 +10,7 @@ import small
 from hypothesis import given, settings
 from test_model import FIXED, configs
 
-from hysparse.cache.state import allocate
+from hysparse.cache.allocate import allocate
 from hysparse.nn.batch import Batch
 
 # Float32 logits of the same function with products summed in another order.
@@ -24,7 +24,7 @@ RAGGED = ((9, 4), (1, 1), (0, 7), (9, 9), (1, 0), (8, 3), (9, 9), (1, 1), (9, 5)
 def fed(cfg, tokens, calls):
   """[B, S, V] logits by calls of `calls` tokens, NaN where no token was fed; and the cache."""
   graphdef, state = small.model(cfg)
-  cache = allocate(cfg.model, 2, tokens.shape[1])
+  cache = allocate(cfg, 2, tokens.shape[1], block_tokens=cfg.model.alignment)  # many small blocks
   length = np.zeros(2, int)
   logits = np.full((*tokens.shape, cfg.model.vocab_size), np.nan, np.float32)
   for counts in calls:
@@ -66,6 +66,10 @@ def test_ragged_chunks_equal_the_whole(cfg):
 
 def test_one_by_one_equals_the_whole():
   check_chunks(FIXED[0], ((1, 1),) * LENGTH)
+
+
+def test_a_ragged_prompt_goes_on_token_by_token():
+  check_chunks(FIXED[0], ((9, 2), *((1, 1),) * 12, (0, 9), *((1, 1),) * 5))
 
 
 @pytest.mark.slow

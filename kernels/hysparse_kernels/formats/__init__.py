@@ -16,6 +16,7 @@ from hysparse_kernels.formats.quantisers import (
   quantise_blocks,
   round_to,
 )
+from hysparse_kernels.formats.stored import Stored
 
 __all__ = [
   "QUANTISERS",
@@ -25,6 +26,7 @@ __all__ = [
   "Minifloat",
   "Quantised",
   "SplitHalf",
+  "Stored",
   "WeightFormat",
   "dequantise_blocks",
   "e2m1",

@@ -8,8 +8,10 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from hysparse_kernels import dispatch
+from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer import reference, xla
 from hysparse_kernels.indexer.pool import Pool
+from hysparse_kernels.paged import Paged
 
 _SELECT = {"reference": reference.select, "xla": xla.select}
 _SCORE = {"reference": reference.score_rows, "xla": xla.score_rows}
@@ -26,7 +28,7 @@ class Selection:
 
 def select(
   q_BxSxIxD: Float[Array, "B S I D"],
-  k_BxTxD: Float[Array, "B T D"],
+  keys: Paged,
   weights_BxSxI: Float[Array, "B S I"],
   lo_BxS: Int[Array, "B S"],
   hi_BxS: Int[Array, "B S"],
@@ -44,6 +46,7 @@ def select(
   K entries end in -1; a NaN score never selects. K = min(top_k, T). No gradient.
 
   Args:
+    keys: [T, D] of each sequence, packed or plain; decoded in blocks, to the dtype of the queries.
     weights_BxSxI: head weights, scale included; may be negative.
     within: select only inside this pool.
     pool_blocks: publish a pool of at most this many blocks (0: none); the selection itself is not
@@ -54,19 +57,22 @@ def select(
   Source: arXiv 2609.19969, section 2.3.
   """
   run = dispatch.select("indexer", backend, _SELECT)
-  inputs = jax.lax.stop_gradient((q_BxSxIxD, k_BxTxD, weights_BxSxI))
+  inputs = jax.lax.stop_gradient((q_BxSxIxD, keys, weights_BxSxI))
   options = (top_k, within, pool_blocks, block_size, released_rounding)
   return Selection(*run(*inputs, lo_BxS, hi_BxS, *options))
 
 
 def score_rows(
   q_BxSxIxD: Float[Array, "B S I D"],
-  k_BxTxD: Float[Array, "B T D"],
+  keys: Stored,
   weights_BxSxI: Float[Array, "B S I"],
   rows_BxSxK: Int[Array, "B S K"],
   *,
   backend: str = "auto",
 ) -> Float[Array, "B S K"]:
-  """Scores of given entries, float32, differentiable; what stands at -1 rows has no meaning."""
+  """Scores of given rows of `keys` [R, D], float32; what stands at -1 rows has no meaning.
+
+  Differentiable in the queries, plain keys and the weights.
+  """
   run = dispatch.select("score_rows", backend, _SCORE)
-  return run(q_BxSxIxD, k_BxTxD, weights_BxSxI, rows_BxSxK)
+  return run(q_BxSxIxD, keys, weights_BxSxI, rows_BxSxK)

@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from hysparse_kernels.compat import einsum
+from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer.pool import Pool, best_blocks
 from hysparse_kernels.indexer.scores import weighted
+from hysparse_kernels.paged import Paged
 from hysparse_kernels.selection import span, top_visible
 
 
 def select(
   q_BxSxIxD: jax.Array,
-  k_BxTxD: jax.Array,
+  keys: Paged,
   weights_BxSxI: jax.Array,
   lo_BxS: jax.Array,
   hi_BxS: jax.Array,
@@ -23,7 +25,8 @@ def select(
   block_size: int,
   released_rounding: bool,
 ) -> tuple[jax.Array, Pool | None]:
-  T = k_BxTxD.shape[1]
+  T = keys.entries
+  k_BxTxD = keys.read(jnp.arange(T)).decode(q_BxSxIxD.dtype)
   dots_BxSxIxT = einsum("bsid,btd->bsit", q_BxSxIxD, k_BxTxD)
   scores_BxSxT = weighted(dots_BxSxIxT, weights_BxSxI, released_rounding)
   visible_BxSxT = span(lo_BxS, hi_BxS, jnp.arange(T))
@@ -36,8 +39,8 @@ def select(
 
 
 def score_rows(
-  q_BxSxIxD: jax.Array, k_BxTxD: jax.Array, weights_BxSxI: jax.Array, rows_BxSxK: jax.Array
+  q_BxSxIxD: jax.Array, keys: Stored, weights_BxSxI: jax.Array, rows_BxSxK: jax.Array
 ) -> jax.Array:
-  k_BxSxKxD = jax.vmap(lambda k, rows: k[rows])(k_BxTxD, jnp.maximum(rows_BxSxK, 0))
+  k_BxSxKxD = keys[jnp.maximum(rows_BxSxK, 0)].decode(q_BxSxIxD.dtype)
   dots_BxSxIxK = einsum("bsid,bskd->bsik", q_BxSxIxD, k_BxSxKxD)
   return weighted(dots_BxSxIxK, weights_BxSxI)

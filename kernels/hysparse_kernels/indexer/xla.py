@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from hysparse_kernels import blocks
 from hysparse_kernels.compat import einsum
+from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer.pool import Pool, best_blocks
 from hysparse_kernels.indexer.scores import weighted
+from hysparse_kernels.paged import Paged
 from hysparse_kernels.selection import ascending, rank, span, top_visible
 
 _KEYS = 256
@@ -27,7 +29,7 @@ _GATHER_COST = 4
 
 def select(
   q_BxSxIxD: jax.Array,
-  k_BxTxD: jax.Array,
+  keys: Paged,
   weights_BxSxI: jax.Array,
   lo_BxS: jax.Array,
   hi_BxS: jax.Array,
@@ -38,7 +40,7 @@ def select(
   released_rounding: bool,
 ) -> tuple[jax.Array, Pool | None]:
   B, S = q_BxSxIxD.shape[:2]
-  T = k_BxTxD.shape[1]
+  T = keys.entries
   pool_size = 0 if within is None else within.blocks_BxSxN.shape[-1] * within.block_size
   gather = within is not None and _GATHER_COST * pool_size < T
   width = pool_size if gather else T
@@ -48,14 +50,14 @@ def select(
     if gather:
       pool = Pool(x["blocks"], within.block_size)
       ids_BxQxP = pool.entry_ids()
-      keys = jax.vmap(lambda k, ids: k[ids])(k_BxTxD, jnp.maximum(ids_BxQxP, 0))
-      dots = einsum("bqid,bqpd->bqip", x["q"], keys)
+      pooled = keys.rows[jnp.maximum(keys.locate(ids_BxQxP), 0)].decode(x["q"].dtype)
+      dots = jax.lax.optimization_barrier(einsum("bqid,bqpd->bqip", x["q"], pooled))
       scores = weighted(dots, x["weights"], released_rounding)
       visible = (ids_BxQxP >= x["lo"][..., None]) & (ids_BxQxP < x["hi"][..., None])
       best, at = jax.lax.top_k(rank(scores, visible), min(top_k, width))
       rows = jnp.take_along_axis(ids_BxQxP, at, axis=-1)
       return {"rows": _pad(ascending(rows, best > -jnp.inf), min(top_k, T))}
-    scores = _all_scores(x["q"], k_BxTxD, x["weights"], released_rounding)
+    scores = _all_scores(x["q"], keys, x["weights"], x["lo"], x["hi"], released_rounding)
     visible = span(x["lo"], x["hi"], jnp.arange(T))
     result = {}
     if pool_blocks:
@@ -73,16 +75,22 @@ def select(
   return result["rows"], Pool(result["pool"], block_size) if pool_blocks else None
 
 
-def _all_scores(q_BxQxIxD, k_BxTxD, weights_BxQxI, released_rounding) -> jax.Array:
-  """[B, Q, T], one key block after another."""
-  T = k_BxTxD.shape[1]
+def _all_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, lo, hi, released_rounding) -> jax.Array:
+  """[B, Q, T], one key block after another; 0 in blocks where no query sees anything."""
+  B, Q = q_BxQxIxD.shape[:2]
+  T = keys.entries
+  size = min(_KEYS, T)
 
-  def keys(k_BxNxD):
-    dots = einsum("bqid,bnd->bqin", q_BxQxIxD, k_BxNxD)
-    return jnp.moveaxis(weighted(dots, weights_BxQxI, released_rounding), 2, 1)
+  def score(i, scores):
+    keys_BxNxD = keys.read(i * size + jnp.arange(size)).decode(q_BxQxIxD.dtype)
+    dots = einsum("bqid,bnd->bqin", q_BxQxIxD, keys_BxNxD)
+    # Fused with what follows, XLA on CPU computes the product seven times slower.
+    block = weighted(jax.lax.optimization_barrier(dots), weights_BxQxI, released_rounding)
+    return jax.lax.dynamic_update_slice_in_dim(scores, block, i * size, axis=2)
 
-  parts = jax.lax.map(keys, blocks.split(k_BxTxD, min(_KEYS, T)))
-  return jnp.moveaxis(blocks.join(parts, T), 1, 2)
+  scores = jnp.zeros((B, Q, blocks.count(T, size) * size), jnp.float32)
+  last = blocks.count(jnp.minimum(hi.max(), T), size)
+  return jax.lax.fori_loop(lo.min() // size, last, score, scores)[..., :T]
 
 
 def _pad(rows: jax.Array, width: int) -> jax.Array:
@@ -93,9 +101,9 @@ def _pad(rows: jax.Array, width: int) -> jax.Array:
 
 @jax.custom_vjp
 def score_rows(
-  q_BxSxIxD: jax.Array, k_BxTxD: jax.Array, weights_BxSxI: jax.Array, rows_BxSxK: jax.Array
+  q_BxSxIxD: jax.Array, keys: Stored, weights_BxSxI: jax.Array, rows_BxSxK: jax.Array
 ) -> jax.Array:
-  return _score_forward(q_BxSxIxD, k_BxTxD, weights_BxSxI, rows_BxSxK)[0]
+  return _score_forward(q_BxSxIxD, keys, weights_BxSxI, rows_BxSxK)[0]
 
 
 def _row_blocks(q, weights, rows, **more) -> dict[str, jax.Array]:
@@ -105,32 +113,31 @@ def _row_blocks(q, weights, rows, **more) -> dict[str, jax.Array]:
   return {name: blocks.split(x, size) for name, x in xs.items()}
 
 
-def _score_forward(q, k, weights, rows):
+def _score_forward(q, keys: Stored, weights, rows):
   def block(x):
-    chosen = jax.vmap(lambda k, rows: k[rows])(k, x["rows"])
+    chosen = keys[x["rows"]].decode(q.dtype)
     return weighted(einsum("bqid,bqkd->bqik", x["q"], chosen), x["weights"])
 
   scores = jax.lax.map(block, _row_blocks(q, weights, rows))
-  return blocks.join(scores, q.shape[1]), (q, k, weights, rows)
+  return blocks.join(scores, q.shape[1]), (q, keys, weights, rows)
 
 
 def _score_backward(saved, d_scores):
-  q, k, weights, rows = saved
+  q, keys, weights, rows = saved
 
   def block(d_k, x):
-    chosen = jax.vmap(lambda k, rows: k[rows])(k, x["rows"])
+    chosen = keys[x["rows"]].decode(q.dtype)
     dots = einsum("bqid,bqkd->bqik", x["q"], chosen)
     d_weights = (x["d_scores"][:, :, None] * jax.nn.relu(dots)).sum(-1)
     d_dots = jnp.where(dots > 0, x["weights"][..., None] * x["d_scores"][:, :, None], 0.0)
     d_q = einsum("bqik,bqkd->bqid", d_dots, chosen)
     d_chosen = einsum("bqik,bqid->bqkd", d_dots, x["q"])
-    batch = jnp.arange(k.shape[0])[:, None, None]
-    return d_k.at[batch, x["rows"]].add(d_chosen), (d_q, d_weights)
+    return d_k.at[x["rows"]].add(d_chosen), (d_q, d_weights)
 
   xs = _row_blocks(q, weights, rows, d_scores=jnp.where(rows >= 0, d_scores, 0.0))
-  d_k, (d_q, d_weights) = jax.lax.scan(block, jnp.zeros(k.shape, jnp.float32), xs)
+  d_k, (d_q, d_weights) = jax.lax.scan(block, jnp.zeros(keys.shape, jnp.float32), xs)
   d_q, d_weights = (blocks.join(x, q.shape[1]) for x in (d_q, d_weights))
-  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_weights.astype(weights.dtype), None
+  return d_q.astype(q.dtype), keys.with_gradient(d_k), d_weights.astype(weights.dtype), None
 
 
 score_rows.defvjp(_score_forward, _score_backward)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import round_to
 from hysparse_kernels.sparse_attention.softmax import offsets
-from hysparse_kernels.sparse_attention.view import Attended, View
+from hysparse_kernels.sparse_attention.view import Attended, View, read
 
 
 def sparse_attention(
   q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
 ) -> Attended:
-  S, W = q_BxSxHxC.shape[1], view.window
-  before = view.window_BxPxC.shape[1] - S
+  S, W = q_BxSxHxC.shape[1], view.width
+  window_BxPxC = read(view.window, view.tags_BxP >= 0, q_BxSxHxC.dtype)
+  before = window_BxPxC.shape[1] - S
 
   # Window row of query s, d tokens back: before + s - d.
   back_W = jnp.arange(W)[::-1]
@@ -23,13 +24,12 @@ def sparse_attention(
   expected_BxSxW = positions_BxS[..., None] - back_W
   tags_BxSxW = view.tags_BxP[:, jnp.maximum(at_SxW, 0)]
   visible_BxSxN = (at_SxW >= 0) & (expected_BxSxW >= 0) & (tags_BxSxW == expected_BxSxW)
-  keys_BxSxNxC = view.window_BxPxC[:, jnp.maximum(at_SxW, 0)]
+  keys_BxSxNxC = window_BxPxC[:, jnp.maximum(at_SxW, 0)]
 
   if view.rows_BxSxK is not None:
     rows_BxSxK = view.rows_BxSxK
-    chosen_BxSxKxC = jax.vmap(lambda entries, rows: entries[rows])(
-      view.entries_BxTxC, jnp.maximum(rows_BxSxK, 0)
-    )
+    chosen = view.entries[jnp.maximum(rows_BxSxK, 0)]
+    chosen_BxSxKxC = read(chosen, rows_BxSxK >= 0, q_BxSxHxC.dtype)
     selected_BxSxK = (rows_BxSxK >= 0) & (positions_BxS[..., None] >= 0)
     keys_BxSxNxC = jnp.concatenate([keys_BxSxNxC, chosen_BxSxKxC], axis=2)
     visible_BxSxN = jnp.concatenate([visible_BxSxN, selected_BxSxK], axis=2)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hysparse_kernels.formats import Stored
 
 
 @jax.tree_util.register_dataclass
@@ -17,19 +20,34 @@ class View:
   each only if its tag is the position expected there: that one check keeps documents apart, hides
   rows that were never written, and keeps a stale ring row from taking part.
 
+  Packed and plain rows are the same to the operation, which decodes what it reads (`read`).
+  Gradients are for plain ones.
+
   Attributes:
-    window_BxPxC: P - S rows from before the call, then one row for each query of the call.
+    window: [B, P, C]: P - S rows from before the call, then one row for each query of the call.
     tags_BxP: position, inside its document, of the token each row belongs to; negative: none.
-    entries_BxTxC: compressed entries, or None for a window-only layer.
-    rows_BxSxK: the entries selected for each query, -1 for none; None without entries.
-    window: W, how many rows a query sees at most (static).
+    entries: [R, C]: compressed entries of all sequences; None for a window-only layer.
+    rows_BxSxK: rows of `entries` selected for each query, -1 for none; None without entries.
+    width: W, how many window rows a query sees at most (static).
   """
 
-  window_BxPxC: Float[Array, "B P C"]
+  window: Stored
   tags_BxP: Int[Array, "B P"]
-  entries_BxTxC: Float[Array, "B T C"] | None = None
+  entries: Stored | None = None
   rows_BxSxK: Int[Array, "B S K"] | None = None
-  window: int = dataclasses.field(default=1, metadata={"static": True})
+  width: int = dataclasses.field(default=1, metadata={"static": True})
+
+
+def read(rows: Stored, there: Bool[Array, "*rows"], dtype: jnp.dtype) -> Float[Array, "*rows C"]:
+  """Values of rows for queries of this dtype: in it, or in a narrower one that they have.
+
+  Of stored rows those that are not there become 0: they may be another sequence's, and 0 times a
+  NaN of theirs would be NaN. (Plain rows are all one caller's, and copying them takes time.)
+  """
+  if rows.format == "plain":
+    values = rows.parts["values"]
+    return values if values.dtype.itemsize < jnp.dtype(dtype).itemsize else values.astype(dtype)
+  return jnp.where(there[..., None], rows.decode(dtype), 0)
 
 
 @jax.tree_util.register_dataclass

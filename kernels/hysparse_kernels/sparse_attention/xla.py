@@ -8,6 +8,7 @@ gathered rows into one accumulator carried through the loop.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 
 from hysparse_kernels import blocks
 from hysparse_kernels.compat import einsum
-from hysparse_kernels.formats import round_to
+from hysparse_kernels.formats import Stored, round_to
 from hysparse_kernels.sparse_attention.softmax import Offsets, offsets
-from hysparse_kernels.sparse_attention.view import Attended, View
+from hysparse_kernels.sparse_attention.view import Attended, View, read
 
 # Gathered entries of a block, in elements: about 2 MB of float32, so that they stay in cache.
 _GATHER_ELEMENTS = 512 * 1024
@@ -27,7 +28,10 @@ _MAX_BLOCK, _MIN_BLOCK = 64, 4
 def sparse_attention(
   q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
 ) -> Attended:
-  out, lse, mass = _attend(scale, view.window, q_BxSxHxC, positions_BxS, view, sink_H)
+  values = read(view.window, view.tags_BxP >= 0, q_BxSxHxC.dtype)
+  window = Stored.plain(values)  # hardly longer than the call
+  view = dataclasses.replace(view, window=window)
+  out, lse, mass = _attend(scale, q_BxSxHxC, positions_BxS, view, sink_H)
   return Attended(out, lse, mass)
 
 
@@ -41,13 +45,19 @@ def _block_size(q_BxSxHxC: jax.Array, view: View) -> int:
 
 
 def _slabs(view: View, length: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Window rows and tags with W - 1 empty rows in front, and the first slab row of each block."""
+  """Window rows and tags with at least W - 1 in front, and the first slab row of each block."""
   n = blocks.count(length, size)
-  before = view.window_BxPxC.shape[1] - length
-  front, back = view.window - 1, n * size - length
-  rows = jnp.pad(view.window_BxPxC, ((0, 0), (front, back), (0, 0)))
+  window_BxPxC = view.window.parts["values"]
+  before = window_BxPxC.shape[1] - length
+  front, back = _front(view, length), n * size - length
+  rows = jnp.pad(window_BxPxC, ((0, 0), (front, back), (0, 0)))
   tags = jnp.pad(view.tags_BxP, ((0, 0), (front, back)), constant_values=-1)
-  return rows, tags, before + size * jnp.arange(n)
+  return rows, tags, before + front - (view.width - 1) + size * jnp.arange(n)
+
+
+def _front(view: View, length: int) -> int:
+  """Empty rows to put in front of those from before the call."""
+  return max(0, view.width - 1 - (view.window.shape[1] - length))
 
 
 def _inputs(q, positions, view: View, size: int) -> dict[str, jax.Array]:
@@ -61,7 +71,7 @@ def _inputs(q, positions, view: View, size: int) -> dict[str, jax.Array]:
 def _block_scores(x, slab_BxLxC, tags_BxL, view: View, scale: float):
   """Masked scores of one block against its slab and its gathered entries."""
   q_BxQxHxC, positions_BxQ = x["q"], x["positions"]
-  Q, L, W = q_BxQxHxC.shape[1], slab_BxLxC.shape[1], view.window
+  Q, L, W = q_BxQxHxC.shape[1], slab_BxLxC.shape[1], view.width
   back_QxL = jnp.arange(Q)[:, None] + (W - 1) - jnp.arange(L)
   expected_BxQxL = positions_BxQ[..., None] - back_QxL
   visible_BxQxL = (
@@ -72,15 +82,11 @@ def _block_scores(x, slab_BxLxC, tags_BxL, view: View, scale: float):
   if view.rows_BxSxK is None:
     return near, None, None
   rows_BxQxK = x["rows"]
-  chosen_BxQxKxC = _gather(view.entries_BxTxC, rows_BxQxK)
+  chosen = view.entries[jnp.maximum(rows_BxQxK, 0)]
+  chosen_BxQxKxC = read(chosen, rows_BxQxK >= 0, q_BxQxHxC.dtype)
   far = einsum("bqhc,bqkc->bqhk", q_BxQxHxC, chosen_BxQxKxC) * scale
   selected_BxQxK = (rows_BxQxK >= 0) & (positions_BxQ[..., None] >= 0)
   return near, jnp.where(selected_BxQxK[:, :, None], far, -jnp.inf), chosen_BxQxKxC
-
-
-def _gather(entries_BxTxC: jax.Array, rows_BxQxK: jax.Array) -> jax.Array:
-  rows = jnp.maximum(rows_BxQxK, 0)
-  return jax.vmap(lambda e, r: e.at[r].get(mode="promise_in_bounds"))(entries_BxTxC, rows)
 
 
 def _offsets(near: jax.Array, far: jax.Array | None, sink_H: jax.Array) -> Offsets:
@@ -93,16 +99,15 @@ def _narrowed(p: jax.Array, values: jax.Array) -> jax.Array:
   return round_to(p, values.dtype).astype(values.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(scale, window, q, positions, view, sink):
-  return _forward(scale, window, q, positions, view, sink)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(scale, q, positions, view, sink):
+  return _forward(scale, q, positions, view, sink)[0]
 
 
-def _forward(scale, window, q, positions, view: View, sink):
-  del window  # static part of the view
+def _forward(scale, q, positions, view: View, sink):
   length, size = q.shape[1], _block_size(q, view)
   rows, tags, starts = _slabs(view, length, size)
-  slab = size + view.window - 1
+  slab = size + view.width - 1
 
   def block(x):
     slab_BxLxC = jax.lax.dynamic_slice_in_dim(rows, x["start"], slab, 1)
@@ -130,13 +135,12 @@ def _forward(scale, window, q, positions, view: View, sink):
   return (out, lse, result.get("mass")), (q, positions, view, sink, out, lse)
 
 
-def _backward(scale, window, saved, gradients):
-  del window
+def _backward(scale, saved, gradients):
   q, positions, view, sink, out, lse = saved
   d_out, d_lse, _ = gradients
   length, size = q.shape[1], _block_size(q, view)
   rows, tags, starts = _slabs(view, length, size)
-  slab = size + view.window - 1
+  slab = size + view.width - 1
   # Softmax backward: dscore = p * (dp - pull), with pull = sum(dout * out) - dlse.
   pull = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
 
@@ -166,8 +170,7 @@ def _backward(scale, window, saved, gradients):
       used = round_to(p, chosen.dtype) * share
       d_chosen += einsum("bqhk,bqhc->bqkc", used, d_out_BxQxHxC)
       # Unselected places have p = ds = 0, so they add nothing to row 0.
-      batch = jnp.arange(q.shape[0])[:, None, None]
-      d_entries = d_entries.at[batch, jnp.maximum(x["rows"], 0)].add(d_chosen)
+      d_entries = d_entries.at[jnp.maximum(x["rows"], 0)].add(d_chosen)
     d_sink -= (jnp.exp(sink - x["lse"]) * x["pull"] * x["real"][..., None]).sum((0, 1))
     return (d_rows, d_entries, d_sink), d_q
 
@@ -179,20 +182,20 @@ def _backward(scale, window, saved, gradients):
     "pull": blocks.split(pull, size),
     "real": blocks.split(jnp.ones(q.shape[:2], jnp.float32), size),
   }
-  entries = view.entries_BxTxC
+  entries = view.entries
   carry = (
     jnp.zeros(rows.shape, jnp.float32),
     None if entries is None else jnp.zeros(entries.shape, jnp.float32),
     jnp.zeros(sink.shape, jnp.float32),
   )
   (d_rows, d_entries, d_sink), d_q = jax.lax.scan(block, carry, xs)
-  P = view.window_BxPxC.shape[1]
+  d_window = d_rows[:, _front(view, length) :][:, : view.window.shape[1]]
   d_view = View(
-    window_BxPxC=d_rows[:, view.window - 1 :][:, :P].astype(view.window_BxPxC.dtype),
+    window=view.window.with_gradient(d_window),
     tags_BxP=None,
-    entries_BxTxC=None if entries is None else d_entries.astype(entries.dtype),
+    entries=None if entries is None else entries.with_gradient(d_entries),
     rows_BxSxK=None,
-    window=view.window,
+    width=view.width,
   )
   return blocks.join(d_q, length).astype(q.dtype), None, d_view, d_sink.astype(sink.dtype)
 
