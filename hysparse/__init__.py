@@ -11,20 +11,24 @@ import importlib
 from typing import Any
 
 _HOME = {
+  "allocate": "hysparse.cache.allocate:allocate",
   "Batch": "hysparse.nn.batch:Batch",
-  "allocate": "hysparse.cache.state:allocate",
   "Config": "hysparse.config:Config",
   "ConfigError": "hysparse.config:ConfigError",
-  "Loaded": "hysparse.conversion.load:Loaded",
-  "ModelConfig": "hysparse.config:ModelConfig",
-  "Schedule": "hysparse.schedule:Schedule",
-  "ScheduleError": "hysparse.schedule:ScheduleError",
   "create": "hysparse.nn.model:create",
   "draft": "hysparse.nn.model:draft",
   "encode_image": "hysparse.nn.vision:encode_image",
+  "Engine": "hysparse.inference.engine:Engine",
   "forward": "hysparse.nn.model:forward",
+  "generate": "hysparse.inference.generate:generate",
   "load": "hysparse.conversion.load:load",
   "load_config": "hysparse.config_file:load",
+  "Loaded": "hysparse.conversion.load:Loaded",
+  "ModelConfig": "hysparse.config:ModelConfig",
+  "Request": "hysparse.inference.requests:Request",
+  "Sampling": "hysparse.inference.sampling:Sampling",
+  "Schedule": "hysparse.schedule:Schedule",
+  "ScheduleError": "hysparse.schedule:ScheduleError",
 }
 
 __all__ = sorted(_HOME)

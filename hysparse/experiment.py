@@ -28,6 +28,8 @@ from hysparse.checkpoints import CheckpointError, Checkpoints
 from hysparse.config import Config, ConfigError
 from hysparse.evaluation import heldout, ngram, recall
 from hysparse.inference.generate import generate
+from hysparse.inference.requests import Request
+from hysparse.inference.sampling import Sampling
 from hysparse.nn import model as model_lib
 from hysparse.tokenizer import Tokenizer, TokenizerError, engram_token_map
 from hysparse.training import metrics, plot
@@ -271,19 +273,14 @@ class _Run:
     wanted = self.config.eval
     if not wanted.sample_tokens:
       return None
-    alignment = self.config.model.alignment
-    length = -(-(len(self.prompt) + wanted.sample_tokens) // alignment) * alignment
-    ids = generate(
-      self.graphdef,
-      self.trainer.model_state(state),
-      self.prompt,
-      wanted.sample_tokens,
-      length=min(length, self.config.model.max_positions),
-      temperature=wanted.temperature,
-      seed=self.config.train.seed,
-      stop_id=self.tokenizer.eos_id,
-    )
-    return {"prompt": wanted.sample_prompt, "text": self.tokenizer.decode(ids)}
+    room = self.config.model.max_positions
+    new = min(wanted.sample_tokens, room - 1)
+    prompt = self.prompt[-(room - new) :]
+    sampling = Sampling(wanted.temperature, seed=self.config.train.seed)
+    request = Request(prompt, new, sampling, stops=(self.tokenizer.eos_id,))
+    model_state = self.trainer.model_state(state)
+    (finished,) = generate(self.graphdef, model_state, self.config, [request])
+    return {"prompt": wanted.sample_prompt, "text": self.tokenizer.decode(finished.tokens)}
 
   # --- Before the first step ---------------------------------------------------------------------
 
