@@ -19,7 +19,8 @@ _JSON = flags.DEFINE_string("json", None, "Also write the figures to this file."
 
 
 def main(argv: Sequence[str]) -> None:
-  names = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != "timing"]
+  modules = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
+  names = [name for name in modules if name not in benchmarks.TOOLS]
   if len(argv) != 2 or argv[1] not in names:
     sys.exit(f"usage: scripts/bench.py NAME, one of: {', '.join(names)}")
   result = importlib.import_module(f"hysparse.benchmarks.{argv[1]}").run(_ROUNDS.value)

@@ -251,12 +251,14 @@ MUTANTS = (
   Mutant(
     "parity: a source's keys are those of the source before it",
     "hysparse/nn/attention.py",
-    "      published, cache = self._publish_entries(x_BxSxD, batch, cache)\n",
-    "      before = published.index_keys_BxTxD\n"
-    "      published, cache = self._publish_entries(x_BxSxD, batch, cache)\n"
+    "      published, kept = self.publish(source or Source(x_BxSxD, batch), cache)\n",
+    "      before = published.index_keys\n"
+    "      published, kept = self.publish(source or Source(x_BxSxD, batch), cache)\n"
     "      if before is not None:\n"
-    "        keys = jnp.resize(before, published.index_keys_BxTxD.shape)\n"
-    "        published = dataclasses.replace(published, index_keys_BxTxD=keys)\n",
+    "        own = published.index_keys\n"
+    "        rows = jax.tree.map(lambda a, b: jnp.resize(a, b.shape), before.rows, own.rows)\n"
+    "        own = dataclasses.replace(own, rows=rows)\n"
+    "        published = dataclasses.replace(published, index_keys=own)\n",
     PARITY,
   ),
   Mutant(
@@ -291,11 +293,70 @@ MUTANTS = (
   Mutant(
     "parity: entries are rounded before they are rotated",
     "hysparse/nn/attention.py",
-    "    entries = rope.rotate(latent_BxTxC, positions_BxT, rope.frequencies(self.config, True))\n"
-    "    entries = fake_quant(entries, self.run.stored(self.config.main_kv))\n",
-    "    entries = fake_quant(latent_BxTxC, self.run.stored(self.config.main_kv))\n"
-    "    entries = rope.rotate(entries, positions_BxT, rope.frequencies(self.config, True))\n",
+    "    entries = rope.rotate(latent_BxTxC, positions_BxT, rope.frequencies(c, True))\n"
+    "    entries = self.run.store(entries, c.main_kv, packed=packed)\n",
+    "    entries = self.run.store(latent_BxTxC, c.main_kv, packed=False).decode()\n"
+    "    entries = rope.rotate(entries, positions_BxT, rope.frequencies(c, True))\n"
+    "    entries = Stored.plain(entries)\n",
     PARITY.replace("exact", "kvquant"),
+  ),
+  Mutant(
+    "a stale ring row takes part",
+    "hysparse/cache/ring.py",
+    "expected_BxN & (ring.tags_BxW[at] == positions_BxN)",
+    "expected_BxN",
+    "tests/cache/test_ring.py::test_a_row_of_another_position_never_takes_part_and_is_reported",
+  ),
+  Mutant(
+    "rejected tokens stay in the ring",
+    "hysparse/cache/settle.py",
+    "at_BxN < accepted_B[:, None])",
+    "at_BxN < pending.count_B[:, None])",
+    "tests/cache/test_settle.py::test_rejected_tokens_leave_no_trace",
+  ),
+  Mutant(
+    "rejected tokens stay in the group",
+    "hysparse/cache/settle.py",
+    "call, length_B, first_B, accepted_B, ratio)",
+    "call, length_B, first_B, pending.count_B, ratio)",
+    "tests/cache/test_settle.py::test_rejected_tokens_leave_no_trace",
+  ),
+  Mutant(
+    "a group is lost at the end of a chunk",
+    "hysparse/cache/groups.py",
+    "positions_BxP < length_B[:, None], before_BxP",
+    "positions_BxP < 0, before_BxP",
+    "tests/cache/test_groups.py",
+  ),
+  Mutant(
+    "a begun block is shared",
+    "hysparse/cache/blocks.py",
+    "full, begun = divmod(tokens, self.tokens)",
+    "full, begun = -(-tokens // self.tokens), 0",
+    "tests/cache/test_blocks.py::test_what_is_written_to_one_never_reaches_the_other",
+  ),
+  Mutant(
+    "replay runs the end of the row and not of its tokens",
+    "hysparse/nn/batch.py",
+    "at_BxN = jnp.maximum(self.count_B - count, 0)[:, None] + jnp.arange(count)",
+    "at_BxN = (self.tokens_BxS.shape[1] - count) + jnp.zeros_like(self.count_B)[:, None]"
+    " + jnp.arange(count)",
+    "tests/nn/test_replay.py::test_the_logits_are_those_of_a_computation_by_hand",
+  ),
+  Mutant(
+    "the cache packs even columns",
+    f"{KERNELS}/formats/stored.py",
+    "    return SplitHalf.pack(codes).bytes",
+    "    low, high = jnp.split(codes, 2, axis=-1)\n    return (high & 15) | (low << 4)",
+    "tests/kernels/test_stored.py::test_decoding_gives_the_fake_quantised_values",
+  ),
+  Mutant(
+    "the residual distribution is skipped",
+    "hysparse/inference/acceptance.py",
+    "jnp.where(refused_Bx1, _residual(p_BxV, q_BxV), p_BxV)",
+    "p_BxV",
+    "tests/inference/test_acceptance.py::"
+    "test_emitted_tokens_are_ancestral_samples_and_as_many_drafts_stand_as_can",
   ),
 )
 

@@ -1,1 +1,3 @@
 """Yardsticks: one file per benchmark, each measured beside its floor or peer in the same run."""
+
+TOOLS = ("cached", "peer", "timing")  # what benchmarks use; every other module here is one
