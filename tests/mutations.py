@@ -351,6 +351,13 @@ MUTANTS = (
     "tests/kernels/test_stored.py::test_decoding_gives_the_fake_quantised_values",
   ),
   Mutant(
+    "an interrupted engine keeps a cache that is used up",
+    "hysparse/inference/engine.py",
+    "used_up = any(x.is_deleted() for x in jax.tree.leaves(self._cache))",
+    "used_up = False",
+    "tests/inference/test_engine.py::test_an_interrupted_call_leaves_the_engine_usable",
+  ),
+  Mutant(
     "the residual distribution is skipped",
     "hysparse/inference/acceptance.py",
     "jnp.where(refused_Bx1, _residual(p_BxV, q_BxV), p_BxV)",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from hysparse.cache import slots as slots_lib
 from hysparse.cache.ring import EMPTY, Ring
 from hysparse.cache.state import Cache
 
@@ -79,12 +79,11 @@ class BlockPool:
     Raises:
       OutOfBlocks: not enough are free, or the table of a sequence has no place for so many.
     """
+    try:
+      self.check(tokens)
+    except OutOfBlocks as error:
+      raise OutOfBlocks(f"slot {slot}: {error}") from None
     missing, held = self.missing(slot, tokens), int(self._held[slot])
-    if held + missing > self.width:
-      raise OutOfBlocks(
-        f"slot {slot}: {tokens} tokens; a sequence of this cache has at most"
-        f" {self.width * self.tokens}"
-      )
     if missing > self.free:
       raise OutOfBlocks(
         f"slot {slot}: {tokens} tokens need {missing} more blocks of {self.tokens} tokens;"
@@ -153,9 +152,8 @@ def fork(cache: Cache, pool: BlockPool, source: int, target: int) -> Cache:
     OutOfBlocks: see `BlockPool.share`.
   """
   begun = pool.share(source, target, int(cache.length_B[source]))
-  cache = pool.install(cache)
   block_from, block_to = begun or (0, 0)  # onto itself: nothing
-  return _copy(cache, source, target, block_from, block_to)
+  return pool.install(_copy(cache, source, target, block_from, block_to))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -168,9 +166,15 @@ def clear(cache: Cache, slots_N: Int[Array, "N"]) -> Cache:
   def emptied(ring: Ring) -> Ring:
     return dataclasses.replace(ring, tags_BxW=ring.tags_BxW.at[:, slots_N].set(EMPTY))
 
+  layers = tuple(
+    layer if layer.window is None else dataclasses.replace(layer, window=emptied(layer.window))
+    for layer in cache.layers
+  )
   history = cache.history_BxL
   return dataclasses.replace(
-    _rings(cache, emptied),
+    cache,
+    layers=layers,
+    drafts=None if cache.drafts is None else emptied(cache.drafts),
     history_BxL=None if history is None else history.at[slots_N].set(-1),
     length_B=cache.length_B.at[slots_N].set(0),
     error_B=cache.error_B.at[slots_N].set(False),
@@ -183,37 +187,13 @@ def _copy(
 ) -> Cache:
   """Bounded state of one slot to another, and one block to another in every pool."""
 
-  def slot(x: jax.Array, axis: int = 0) -> jax.Array:
-    row = jax.lax.dynamic_index_in_dim(x, source, axis, keepdims=True)
-    return jax.lax.dynamic_update_slice_in_dim(x, row, target, axis)
-
   def block(pool: jax.Array) -> jax.Array:
     rows = pool.shape[0] // cache.pages.blocks
     old = jax.lax.dynamic_slice_in_dim(pool, block_from * rows, rows)
     return jax.lax.dynamic_update_slice_in_dim(pool, old, block_to * rows, 0)
 
-  cache = _rings(cache, lambda ring: jax.tree.map(functools.partial(slot, axis=1), ring))
+  cache = slots_lib.put(cache, jnp.stack([target]), slots_lib.take(cache, jnp.stack([source])))
   layers = tuple(
-    dataclasses.replace(
-      layer,
-      partial=jax.tree.map(slot, layer.partial),
-      pools=jax.tree.map(block, layer.pools),
-    )
-    for layer in cache.layers
+    dataclasses.replace(layer, pools=jax.tree.map(block, layer.pools)) for layer in cache.layers
   )
-  own = (cache.history_BxL, cache.length_B, cache.error_B)
-  history, length_B, error_B = jax.tree.map(slot, own)
-  return dataclasses.replace(
-    cache, layers=layers, history_BxL=history, length_B=length_B, error_B=error_B
-  )
-
-
-def _rings(cache: Cache, change: Callable[[Ring], Ring]) -> Cache:
-  """The cache with every ring changed."""
-  layers = tuple(
-    layer if layer.window is None else dataclasses.replace(layer, window=change(layer.window))
-    for layer in cache.layers
-  )
-  return dataclasses.replace(
-    cache, layers=layers, drafts=None if cache.drafts is None else change(cache.drafts)
-  )
+  return dataclasses.replace(cache, layers=layers)

@@ -161,16 +161,17 @@ class Engine:
       raise RuntimeError("run: the engine is at work on other requests; finish or close that run")
     if isinstance(requests, Request):
       raise RequestError("requests: is one request; must be a list of them")
-    waiting = collections.deque(enumerate(requests))
-    for number, request in waiting:
+    waiting: collections.deque[tuple[int, Request, np.ndarray]] = collections.deque()
+    for number, request in enumerate(requests):
       if not isinstance(request, Request):
         raise RequestError(f"request {number}: is a {type(request).__name__}; must be a Request")
       try:
         prompt = request.check(self.config.model, self.max_tokens)
         self._pool.check(len(prompt) + request.max_new)
+        waiting.append((number, request, prompt))
       except (RequestError, OutOfBlocks) as error:
         raise type(error)(f"request {number}: {error}") from None
-    self._stops = max([self._stops, *(len(request.stops) for _, request in waiting)])
+    self._stops = max([self._stops, *(len(request.stops) for _, request, _ in waiting)])
     tell = on_tokens or (lambda number, tokens: None)
     self._at_work = True
     try:
@@ -193,18 +194,14 @@ class Engine:
       for slot in list(self._running):
         self._release(slot)
 
-  def _admit(self, number: int, request: Request, tell: OnTokens) -> bool:
+  def _admit(self, number: int, request: Request, prompt: np.ndarray, tell: OnTokens) -> bool:
     """Runs the prompt of a request in a free slot, if there is one and blocks for all of it."""
     free = [slot for slot in range(self._pool.slots) if slot not in self._running]
-    if not free:
-      return False
-    slot, prompt = free[0], request.check(self.config.model, self.max_tokens)
-    try:
-      self._pool.reserve(slot, len(prompt) + request.max_new)
-    except OutOfBlocks as error:
-      if self._running:  # some will be given back
-        return False
-      raise OutOfBlocks(f"request {number}: {error}") from None
+    tokens = len(prompt) + request.max_new
+    if not free or self._pool.missing(free[0], tokens) > self._pool.free:
+      return False  # what runs will give some back
+    slot = free[0]
+    self._pool.reserve(slot, tokens)
     running = self._running[slot] = _Running(number, request, [], 0)
     slots = jnp.asarray([slot], jnp.int32)
     self._cache = clear(self._pool.install(self._cache), slots)

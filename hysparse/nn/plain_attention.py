@@ -7,6 +7,7 @@ from flax import nnx
 from hysparse_kernels.dense_attention import dense_attention
 from jaxtyping import Array, Float
 
+from hysparse.cache.layout import Precision
 from hysparse.cache.state import LayerCache, Pools
 from hysparse.config import ModelConfig
 from hysparse.nn import rope
@@ -45,7 +46,7 @@ class PlainAttention(LowRankQueries):
     _, q = self.queries(x_BxSxD, positions, freqs)
     k, v = (w(x_BxSxD).reshape(B, S, self.kv_heads, c.head_dim) for w in (self.wk, self.wv))
     k = rope.rotate(k, positions, freqs)
-    k, v = (self.run.store(x, "bf16", packed=cache is not None) for x in (k, v))
+    k, v = (self.run.store(x, Precision.plain_kv, packed=cache is not None) for x in (k, v))
     kept = stale_B = None
     if cache is None:
       k, v = k.decode(q.dtype), v.decode(q.dtype)

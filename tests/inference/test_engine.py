@@ -15,6 +15,7 @@ from serving import CFG
 from hysparse.cache.allocate import allocate
 from hysparse.cache.blocks import OutOfBlocks
 from hysparse.cache.state import CacheError
+from hysparse.inference import segments
 from hysparse.inference.engine import Engine
 from hysparse.inference.generate import generate
 from hysparse.inference.requests import Request, RequestError
@@ -161,6 +162,23 @@ def test_an_error_of_the_listener_leaves_the_engine_usable(greedy, at):
     list(serving.engine().run(GREEDY[:2], tell))
   assert serving.engine()._pool.live() == 0
   assert serving.served(serving.engine(), GREEDY[:3]) == greedy[:3]
+
+
+@pytest.mark.parametrize("part", ["prefill_chunk", "decode"])
+def test_an_interrupted_call_leaves_the_engine_usable(greedy, part, monkeypatch):
+  """The call has used up the cache that it was given, and what it returns is lost."""
+  engine, run = serving.engine(), getattr(segments, part)
+
+  def interrupted(*args, **options):
+    run(*args, **options)
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(segments, part, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      list(engine.run(GREEDY[:2]))
+  assert engine._pool.live() == 0
+  assert serving.served(engine, GREEDY[:3]) == greedy[:3]
 
 
 def test_one_run_at_a_time(greedy):

@@ -84,7 +84,7 @@ def _all_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, lo, hi, released_rounding
   def score(i, scores):
     keys_BxNxD = keys.read(i * size + jnp.arange(size)).decode(q_BxQxIxD.dtype)
     dots = einsum("bqid,bnd->bqin", q_BxQxIxD, keys_BxNxD)
-    # Fused with what follows, XLA on CPU computes the product seven times slower.
+    # Fused with what follows, XLA on CPU computes the product far slower.
     block = weighted(jax.lax.optimization_barrier(dots), weights_BxQxI, released_rounding)
     return jax.lax.dynamic_update_slice_in_dim(scores, block, i * size, axis=2)
 
