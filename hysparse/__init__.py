@@ -25,6 +25,7 @@ _HOME = {
   "load_config": "hysparse.config_file:load",
   "Loaded": "hysparse.conversion.load:Loaded",
   "ModelConfig": "hysparse.config:ModelConfig",
+  "Placement": "hysparse.sharding:Placement",
   "Request": "hysparse.inference.requests:Request",
   "Sampling": "hysparse.inference.sampling:Sampling",
   "Schedule": "hysparse.schedule:Schedule",

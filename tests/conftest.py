@@ -1,5 +1,7 @@
 """Shared set-up: absl flags are parsed once, and helpers beside the tests can be imported."""
 
+import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 # Compile time is most of the test time: half of it is LLVM optimising programs that run once.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+import jax
+import pytest
 from absl import flags
 
 for folder in ("nn", "training", "kernels", "conversion", "oracle"):
@@ -17,3 +21,25 @@ def pytest_configure(config):
   del config
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(["pytest"])
+
+
+# Compiled programs of other files are of no use: a worker that keeps those of a thousand tests
+# holds 8 GB.
+MEMORY = 2 * 2**30
+
+
+def _resident_bytes():
+  try:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+  except OSError:
+    return MEMORY  # not known here: as if it were too much
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_compiled_programs():
+  yield
+  if _resident_bytes() >= MEMORY:
+    jax.clear_caches()
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what is freed
+      trim(0)

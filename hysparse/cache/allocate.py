@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
 import jax
 import jax.numpy as jnp
 from hysparse_kernels.formats import Stored
 
 from hysparse.cache import layout as layout_lib
 from hysparse.cache.groups import PartialGroup
-from hysparse.cache.ring import EMPTY, Ring
+from hysparse.cache.layout import Component, Part, StateLayout
+from hysparse.cache.ring import Ring
 from hysparse.cache.state import Cache, CacheError, LayerCache, Pages, Pools
-from hysparse.config import Config
+from hysparse.config import Config, ModelConfig
+
+
+class Placement(Protocol):
+  """Where arrays live when there are several devices; see `hysparse.sharding`."""
+
+  def of(self, *axes: str) -> jax.sharding.Sharding: ...
+
+  def parts(self, axis: str) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """An array of a cache: one part of the rows of a component, for these of its layers."""
+
+  component: Component
+  layers: tuple[int, ...]
+  part: Part
+
+  def struct(self, batch: int, max_blocks: int, pool_tokens: int) -> jax.ShapeDtypeStruct:
+    """Its shape and dtype in a cache of these sizes; `max_blocks` are those of one sequence."""
+    component = self.component
+    sizes = {
+      "layers": len(self.layers),
+      "batch": batch,
+      "rows": component.rows or max_blocks,
+      "pool": int(pool_tokens * component.rows_per_token),
+    }
+    return jax.ShapeDtypeStruct(component.shape(self.part, sizes), jnp.dtype(self.part.dtype))
 
 
 def allocate(
@@ -20,6 +53,7 @@ def allocate(
   *,
   pool_tokens: int | None = None,
   block_tokens: int | None = None,
+  placement: Placement | None = None,
 ) -> Cache:
   """An empty cache for `batch` sequences of up to `max_tokens` tokens, in whole blocks.
 
@@ -30,9 +64,11 @@ def allocate(
       grow to, and every sequence has its own from the start. Otherwise no sequence has any: the
       host hands them out (`blocks.BlockPool`).
     block_tokens: tokens in a block, see `layout.layout`.
+    placement: spreads sequences and pools over devices; None: all on the default one.
 
   Raises:
-    CacheError: no sequences, or more tokens than the model has positions for.
+    CacheError: no sequences, sequences that cannot be spread evenly, or more tokens than the model
+      has positions for.
     ConfigError: a block size that would cut a group of tokens or a candidate block.
   """
   if not isinstance(config, Config):
@@ -51,58 +87,91 @@ def allocate(
   P = described.block_tokens
   each = -(-max_tokens // P)
   blocks = batch * each if pool_tokens is None else -(-pool_tokens // P)
+  if placement is not None:
+    if batch % placement.parts("batch"):
+      raise CacheError(
+        f"batch: is {batch}; must be a multiple of the {placement.parts('batch')} devices that"
+        " share the sequences"
+      )
+    blocks += -blocks % placement.parts("pool")
 
-  def made(component: layout_lib.Component, *leading: int) -> dict[str, jax.Array]:
-    structs = component.structs(*leading)
-    return {name: jnp.zeros(struct.shape, struct.dtype) for name, struct in structs.items()}
+  def made(leaf: Leaf) -> jax.Array:
+    struct = leaf.struct(batch, each, blocks * P)
+    place = None if placement is None else placement.of(*leaf.component.axes)
+    return jnp.full(struct.shape, leaf.part.fill, struct.dtype, device=place)
 
-  def ring(component: layout_lib.Component, layers: int) -> Ring:
-    parts = made(component, layers, batch, component.rows)
-    rows = Stored(parts, component.format, model.head_dim)
-    return Ring(rows, jnp.full((layers, batch, component.rows), EMPTY, jnp.int32))
+  cache = assemble(model, described, precision, blocks, made)
+  if pool_tokens is not None:
+    return cache
+  table = cache.pages.table_BxJ
+  own = jnp.arange(batch * each, dtype=jnp.int32).reshape(batch, each)
+  pages = dataclasses.replace(cache.pages, table_BxJ=jax.device_put(own, table.sharding))
+  return dataclasses.replace(cache, pages=pages)
+
+
+def assemble(
+  model: ModelConfig,
+  described: StateLayout,
+  precision: layout_lib.Precision,
+  blocks: int,
+  make: Callable[[Leaf], Any],
+) -> Cache:
+  """A cache whose leaves are what `make` returns for each array."""
+
+  def parts(component: Component, layers: tuple[int, ...] | None = None) -> dict[str, Any]:
+    layers = component.layers if layers is None else layers
+    return {part.name: make(Leaf(component, layers, part)) for part in component.row}
+
+  def ring(component: Component, layers: tuple[int, ...]) -> Ring:
+    (tags,) = described.named("ring_tags")
+    rows = Stored(parts(component, layers), component.format, model.head_dim)
+    return Ring(rows, parts(tags, layers)["positions"])
 
   def run(first: int, count: int) -> LayerCache:
     """Layers of a run are alike: what the first owns, all own."""
     owned = {c.name: c for c in described if first in c.layers}
+    layers = tuple(range(first, first + count))
     window = next((c for name, c in owned.items() if name.startswith("window")), None)
     partial = owned.get("partial_group")
+    keeps = any(c.lifetime == "global" for c in owned.values())
+    group = None
+    if partial is not None:
+      own = parts(partial, layers)
+      group = PartialGroup(own["kv"], own["score"])
     return LayerCache(
-      window=None if window is None else ring(window, count),
-      partial=None if partial is None else _group(made(partial, batch, partial.rows)),
-      pools=tuple(pools(owned) for _ in range(count)) if _keeps(owned) else (),
+      window=None if window is None else ring(window, layers),
+      partial=group,
+      pools=tuple(pools(owned, (layer,)) for layer in layers) if keeps else (),
     )
 
-  def pools(owned: dict[str, layout_lib.Component]) -> Pools:
+  def pools(owned: dict[str, Component], layer: tuple[int]) -> Pools:
     widths = {"main_kv": model.head_dim, "index_keys": model.index_dim}
-    fields = {}
-    for name in owned.keys() & widths.keys():
-      parts = made(owned[name], int(blocks * P * owned[name].rows_per_token))
-      fields[name] = Stored(parts, owned[name].format, widths[name])
-    if "plain_kv" in owned:
-      parts = made(owned["plain_kv"], blocks * P)
-      format = owned["plain_kv"].format
-      fields = {n: Stored({"values": x}, format, model.head_dim) for n, x in parts.items()}
+    fields = {
+      name: Stored(parts(owned[name], layer), owned[name].format, widths[name])
+      for name in owned.keys() & widths.keys()
+    }
+    if plain := owned.get("plain_kv"):
+      fields = {
+        name: Stored({"values": x}, plain.format, model.head_dim)
+        for name, x in parts(plain, layer).items()
+      }
     return Pools(**fields)
 
-  draft = described.named("window_draft")
-  history = described.named("engram_history")
-  table = jnp.full((batch, each), -1, jnp.int32)
-  if pool_tokens is None:
-    table = jnp.arange(batch * each, dtype=jnp.int32).reshape(batch, each)
+  draft, history = described.named("window_draft"), described.named("engram_history")
+  (table,), (status,) = described.named("block_table"), described.named("status")
+  status = parts(status)
   return Cache(
     layers=tuple(run(*layers) for layers in model.layers.runs()),
-    drafts=ring(draft[0], model.draft_layers) if draft else None,
-    history_BxL=jnp.full((batch, history[0].rows), -1, jnp.int32) if history else None,
-    length_B=jnp.zeros((batch,), jnp.int32),
-    error_B=jnp.zeros((batch,), bool),
-    pages=Pages(table, P, blocks),
+    drafts=ring(draft[0], draft[0].layers) if draft else None,
+    history_BxL=parts(history[0])["tokens"] if history else None,
+    length_B=status["length"],
+    error_B=status["error"],
+    pages=Pages(parts(table)["blocks"], described.block_tokens, blocks),
     precision=precision,
   )
 
 
-def _group(parts: dict[str, jax.Array]) -> PartialGroup:
-  return PartialGroup(parts["kv"], parts["score"])
-
-
-def _keeps(owned: dict[str, layout_lib.Component]) -> bool:
-  return any(c.lifetime == "global" for c in owned.values())
+def leaves(cache: Cache, model: ModelConfig) -> Cache:
+  """The same tree with the `Leaf` of each array in its place."""
+  described = layout_lib.layout(model, cache.precision, block_tokens=cache.pages.tokens)
+  return assemble(model, described, cache.precision, cache.pages.blocks, lambda leaf: leaf)

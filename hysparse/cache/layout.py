@@ -17,29 +17,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hysparse import config as config_lib
 from hysparse import schedule as schedule_lib
 
-if TYPE_CHECKING:
-  import jax  # for annotations: counting bytes must not wait for jax
-
 Lifetime = Literal["global", "bounded", "scratch", "bookkeeping"]
+Axis = Literal["layers", "batch", "rows", "pool"]
 
 _ITEM_BYTES = {"uint8": 1, "bool": 1, "bfloat16": 2, "int32": 4, "float32": 4}
+_RING: tuple[Axis, ...] = ("layers", "batch", "rows")
 _BLOCK_TOKENS = 128  # tokens in a block of the paged cache, at least
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """One array of a row: its shape without the axes that count rows, and its dtype."""
+  """One array of a row: its shape without the axes that count rows, and its dtype.
+
+  Rows that nothing was written to hold `fill`.
+  """
 
   name: str
   shape: tuple[int, ...]
   dtype: Literal["uint8", "bool", "bfloat16", "int32", "float32"]
+  fill: int = 0
 
   @property
   def bytes(self) -> int:
@@ -108,6 +111,8 @@ class Component:
       others and holds no activations.
     rows_per_token: rows that each token of context adds to each copy, 0 unless it grows.
     rows: rows of each copy whatever the context.
+    axes: what stands in front of a row in the arrays that the layers of a run share: "layers" of
+      the run, "batch" of sequences, "rows", or the "pool" that all sequences' rows are in.
   """
 
   name: str
@@ -117,6 +122,7 @@ class Component:
   lifetime: Lifetime
   rows_per_token: Fraction = Fraction(0)
   rows: int = 0
+  axes: tuple[Axis, ...] = ("batch", "rows")
 
   @property
   def copies(self) -> int:
@@ -140,17 +146,9 @@ class Component:
     """Bytes of all copies after `tokens` tokens of context."""
     return self.copies * self.rows_at(tokens) * self.row_bytes
 
-  def structs(self, *leading: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each array of one copy; `leading` axes count its rows.
-
-    A ring is `structs(batch, window)`, a paged pool `structs(blocks, rows_per_block)`.
-    """
-    import jax  # here, because counting bytes must not wait for jax
-
-    return {
-      part.name: jax.ShapeDtypeStruct((*leading, *part.shape), jax.numpy.dtype(part.dtype))
-      for part in self.row
-    }
+  def shape(self, part: Part, sizes: Mapping[Axis, int]) -> tuple[int, ...]:
+    """Of the array of a part, given the size of each of the `axes`."""
+    return (*(sizes[axis] for axis in self.axes), *part.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,15 +231,21 @@ def _owners(
 def _global(config: config_lib.ModelConfig, precision: Precision) -> Iterator[Component]:
   row = stored_row(precision.main_kv, config.head_dim)
   for ratio, layers in _owners(config, lambda s: s.is_source and s.ratio).items():
-    yield Component("main_kv", layers, precision.main_kv, row, "global", Fraction(1, ratio))
+    yield _grown("main_kv", layers, precision.main_kv, row, ratio)
   row = stored_row(precision.index_k, config.index_dim)
   for ratio, layers in _owners(config, lambda s: s.owns_index_keys and s.ratio).items():
-    yield Component("index_keys", layers, precision.index_k, row, "global", Fraction(1, ratio))
+    yield _grown("index_keys", layers, precision.index_k, row, ratio)
   plain_heads = _owners(config, lambda s: not s.has_window and (s.kv_heads or config.n_heads))
   for heads, layers in plain_heads.items():
     dtype = _PLAIN[precision.plain_kv]
     row = tuple(Part(name, (heads, config.head_dim), dtype) for name in ("keys", "values"))
-    yield Component("plain_kv", layers, precision.plain_kv, row, "global", Fraction(1))
+    yield _grown("plain_kv", layers, precision.plain_kv, row, 1)
+
+
+def _grown(
+  name: str, layers: tuple[int, ...], format: str, row: tuple[Part, ...], ratio: int
+) -> Component:
+  return Component(name, layers, format, row, "global", Fraction(1, ratio), axes=("pool",))
 
 
 def _bounded(config: config_lib.ModelConfig, precision: Precision) -> Iterator[Component]:
@@ -252,14 +256,14 @@ def _bounded(config: config_lib.ModelConfig, precision: Precision) -> Iterator[C
   row = stored_row(precision.window_kv, config.head_dim)
   for side, layers in rings.items():
     yield Component(
-      f"window_{side}", layers, precision.window_kv, row, "bounded", rows=config.window
+      f"window_{side}", layers, precision.window_kv, row, "bounded", rows=config.window, axes=_RING
     )
   row = tuple(Part(name, (config.head_dim,), "float32") for name in ("kv", "score"))
   for ratio, layers in _owners(config, lambda s: s.is_source and s.ratio).items():
     if ratio > 1:
       yield Component("partial_group", layers, "f32", row, "bounded", rows=ratio - 1)
   if config.engram_layers:
-    row = (Part("tokens", (), "int32"),)
+    row = (Part("tokens", (), "int32", fill=-1),)
     yield Component("engram_history", (), "int32", row, "bounded", rows=config.engram_max_ngram - 1)
 
 
@@ -292,9 +296,9 @@ def _bookkeeping(
   config: config_lib.ModelConfig, rings: tuple[int, ...], block_tokens: int
 ) -> Iterator[Component]:
   if rings:
-    row = (Part("positions", (), "int32"),)
-    yield Component("ring_tags", rings, "int32", row, "bookkeeping", rows=config.window)
-  row = (Part("blocks", (), "int32"),)
+    row = (Part("positions", (), "int32", fill=-1),)
+    yield Component("ring_tags", rings, "int32", row, "bookkeeping", rows=config.window, axes=_RING)
+  row = (Part("blocks", (), "int32", fill=-1),)
   yield Component("block_table", (), "int32", row, "bookkeeping", Fraction(1, block_tokens))
   row = (Part("length", (), "int32"), Part("error", (), "bool"))
-  yield Component("status", (), "int32 + bool", row, "bookkeeping", rows=1)
+  yield Component("status", (), "int32 + bool", row, "bookkeeping", rows=1, axes=("batch",))

@@ -34,6 +34,7 @@ from hysparse.inference.requests import Finished, Request, RequestError
 from hysparse.inference.sampling import Sampling, SamplingBatch
 from hysparse.inference.segments import NO_TOKEN, Slots
 from hysparse.nn.unstack import unstack
+from hysparse.sharding import Placement
 
 MAX_TOKENS = 4096  # of a sequence, unless told otherwise
 
@@ -85,6 +86,7 @@ class Engine:
     prefill: Literal["all_layers", "replay"] = "all_layers",
     speculate: bool = False,
     min_acceptance: float = 0.3,
+    placement: Placement | None = None,
   ):
     """
     Args:
@@ -98,9 +100,10 @@ class Engine:
       prefill: see `nn.calls.Call`.
       speculate: let the draft layers guess ahead; the tokens are the model's own all the same.
       min_acceptance: see `speculate.speculate`.
+      placement: spreads the slots, the pools and Engram tables over several devices.
 
     Raises:
-      CacheError: a cache that cannot be.
+      CacheError: a cache that cannot be, slots that cannot be spread evenly.
       ValueError: a value outside its range, replay with a schedule that cannot, drafts of a model
         without draft layers or longer than its window.
     """
@@ -125,7 +128,8 @@ class Engine:
         f"speculate: a block of {model.draft_block} drafts and the token before it reach further"
         f" than the cache can take back ({layout.kept_tokens(model)} tokens)"
       )
-    self.graphdef, self.state = unstack(graphdef, state)
+    self.graphdef, state = unstack(graphdef, state)
+    self.state = state if placement is None else placement.place(state)
     self.config, self._speculate, self._min_acceptance = config, speculate, min_acceptance
     self._prefill, self._segment = prefill, segment
     self._chunk = max(chunk, model.window) if prefill == "replay" else chunk
@@ -133,9 +137,15 @@ class Engine:
     if pool_tokens is None:
       P = layout.layout(model, block_tokens=block_tokens).block_tokens
       pool_tokens = slots * -(-self.max_tokens // P) * P
-    sizes = {"pool_tokens": pool_tokens, "block_tokens": block_tokens}
-    self._allocate = functools.partial(allocate, config, slots, self.max_tokens, **sizes)
+    self._allocate = functools.partial(
+      allocate, config, slots, self.max_tokens,
+      pool_tokens=pool_tokens, block_tokens=block_tokens, placement=placement,
+    )  # fmt: skip
     self._cache = self._allocate()
+    # What a call returns goes back to its place: compiled functions depend on where arrays live.
+    self._places = None
+    if placement is not None:
+      self._places = jax.tree.map(lambda x: x.sharding, self._cache)
     self._pool = BlockPool(self._cache)
     self._running: dict[int, _Running] = {}
     self._at_work = False
@@ -204,7 +214,7 @@ class Engine:
     self._pool.reserve(slot, tokens)
     running = self._running[slot] = _Running(number, request, [], 0)
     slots = jnp.asarray([slot], jnp.int32)
-    self._cache = clear(self._pool.install(self._cache), slots)
+    self._cache = clear(self._kept(self._cache), slots)
     for piece in plan.chunks(len(prompt), self._chunk):
       row = np.zeros((1, piece.width), np.int32)
       row[0, : piece.count] = prompt[piece.start : piece.start + piece.count]
@@ -216,7 +226,7 @@ class Engine:
         self.graphdef, self.state, cache, slots, jnp.asarray(row),
         jnp.asarray([piece.count], jnp.int32), SamplingBatch.of([request.sampling]), **options,
       )  # fmt: skip
-      self._cache = self._pool.install(cache)
+      self._cache = self._kept(cache)
     running.length = len(prompt)
     self._check(slot, bool(bad_N[0]), int(self._cache.error_B[slot]))
     self._say(running, [int(token_N[0])], tell)
@@ -235,7 +245,7 @@ class Engine:
     else:
       cache, slots, out_BxN = segments.decode(*args, steps=self._segment)
       calls_B = (out_BxN != NO_TOKEN).sum(1)
-    self._cache = self._pool.install(cache)
+    self._cache = self._kept(cache)
     out_BxN, bad_B, error_B, calls_B = jax.device_get(
       (out_BxN, slots.bad_B, cache.error_B, calls_B)
     )
@@ -259,6 +269,11 @@ class Engine:
       choice[slot] = running.request.sampling
     arrays = map(jnp.asarray, (token_B, left_B, stops_BxE))
     return Slots(*arrays, SamplingBatch.of(choice), jnp.zeros(B, bool))
+
+  def _kept(self, cache: Cache) -> Cache:
+    """What a call returned, with the whole table and in its place."""
+    cache = self._pool.install(cache)
+    return cache if self._places is None else jax.device_put(cache, self._places)
 
   def _within(self, tokens: int) -> tuple[Cache, int]:
     """The cache with a table that holds `tokens` tokens and is one of few lengths; that length."""

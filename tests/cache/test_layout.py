@@ -1,9 +1,11 @@
 """The description of the attention state: byte rules, the released table, closed forms, arrays."""
 
 import dataclasses
+import math
 import pathlib
 from fractions import Fraction
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,10 +166,12 @@ def test_closed_form_for_any_ratios(tiny, ratios, tokens, format):
 
 def test_described_arrays_have_the_described_bytes(released):
   for component in layout(released):
-    structs = component.structs(7, 3)
-    assert all(s.shape[:2] == (7, 3) for s in structs.values())
-    stored = sum(s.size * s.dtype.itemsize for s in structs.values())
-    assert stored == 7 * 3 * component.row_bytes
+    sizes = {"layers": 7, "batch": 3, "rows": 5, "pool": 11}
+    leading = tuple(sizes[axis] for axis in component.axes)
+    shapes = [(part, component.shape(part, sizes)) for part in component.row]
+    assert all(shape[: len(leading)] == leading for _, shape in shapes)
+    stored = sum(math.prod(shape) * jnp.dtype(part.dtype).itemsize for part, shape in shapes)
+    assert stored == math.prod(leading) * component.row_bytes
 
 
 def test_blocks_hold_whole_groups(tiny, released):

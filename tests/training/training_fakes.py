@@ -1,7 +1,7 @@
 """A small stand-in for the model, its loss and its data, with the interfaces that training uses."""
 
 import io
-import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ class SignallingData(FakeData):
     batch = super().__next__()
     if self._index == self._step:
       for number in self._numbers:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)  # handled before it returns
     return batch
 
 

@@ -1,0 +1,154 @@
+"""One sequence's attention state as bytes, outside of any cache, and back.
+
+A record holds, for every component of the layout, the rows that the sequence has: exactly the bytes
+that the layout counts. What addresses them (block table, ring tags, status) is not part of it: rows
+come back to wherever a slot has its blocks, and rings get the tags that their length implies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from hysparse_kernels.formats import Stored
+from hysparse_kernels.paged import Paged
+from jaxtyping import UInt8
+
+from hysparse.cache import layout as layout_lib
+from hysparse.cache.allocate import Leaf, leaves
+from hysparse.cache.state import Cache, CacheError
+from hysparse.config import ModelConfig
+
+_VERSION = "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """The state of one sequence.
+
+  Attributes:
+    tokens: its length.
+    layout: digest of the description of all components; it fits caches of the same only.
+    rows: bytes [..., row bytes] of each array, by "component/first layer/part".
+  """
+
+  tokens: int
+  layout: str
+  rows: Mapping[str, UInt8[np.ndarray, "..."]]
+
+  @property
+  def bytes(self) -> int:
+    """Of the rows."""
+    return sum(x.nbytes for x in self.rows.values())
+
+  def to_bytes(self) -> bytes:
+    """As the content of a safetensors file."""
+    about = {"version": _VERSION, "tokens": str(self.tokens), "layout": self.layout}
+    return safetensors.numpy.save(dict(self.rows), about)
+
+  @classmethod
+  def from_bytes(cls, data: bytes) -> Record:
+    """Reads what `to_bytes` wrote.
+
+    Raises:
+      CacheError: anything else, or another version of it.
+    """
+    try:
+      rows = safetensors.numpy.load(data)
+      about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+      version, tokens, layout = about["version"], int(about["tokens"]), about["layout"]
+    except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
+      raise CacheError(f"record: is damaged, or no record ({error})") from None
+    if version != _VERSION:
+      raise CacheError(f"record: has version {version}; must be {_VERSION}")
+    return cls(tokens, layout, rows)
+
+
+def take(cache: Cache, config: ModelConfig, slot: int) -> Record:
+  """The state of a sequence; waits for the arrays."""
+  tokens, rows = int(cache.length_B[slot]), {}
+
+  def read(leaf: Leaf, array: jax.Array) -> None:
+    if _is_kept(leaf):
+      rows[_name(leaf)] = array[_index(leaf, cache, slot, tokens)]
+
+  jax.tree.map(read, leaves(cache, config), cache)
+  rows = {name: _as_bytes(x) for name, x in jax.device_get(rows).items()}
+  return Record(tokens, _digest(cache, config), rows)
+
+
+def put(cache: Cache, config: ModelConfig, slot: int, record: Record) -> Cache:
+  """The cache with the state of a record in an empty slot that has blocks for its tokens.
+
+  Raises:
+    CacheError: a record of another layout or with other rows than it says, too few blocks.
+  """
+  if record.layout != _digest(cache, config):
+    raise CacheError("record: is of another model, schedule, precision or block size")
+  if int(cache.pages.room_B[slot]) < record.tokens:
+    raise CacheError(
+      f"record: has {record.tokens} tokens; slot {slot} has blocks for"
+      f" {int(cache.pages.room_B[slot])}"
+    )
+
+  def write(leaf: Leaf, array: jax.Array) -> jax.Array:
+    name = leaf.component.name
+    if name == "ring_tags":
+      W = leaf.component.rows
+      newest = record.tokens - 1 - (record.tokens - 1 - jnp.arange(W)) % W
+      return array.at[:, slot].set(jnp.where(newest >= 0, newest, leaf.part.fill))
+    if name == "status":
+      return array.at[slot].set(record.tokens if leaf.part.name == "length" else False)
+    if not _is_kept(leaf):
+      return array
+    at = _index(leaf, cache, slot, record.tokens)
+    shape = jax.eval_shape(lambda x: x[at], array).shape
+    rows = record.rows.get(_name(leaf))
+    size = np.dtype(array.dtype).itemsize
+    if rows is None or rows.shape != (*shape[:-1], shape[-1] * size) or rows.dtype != np.uint8:
+      found = "none" if rows is None else f"{rows.dtype} {list(rows.shape)}"
+      raise CacheError(f"record: {_name(leaf)} has {found}; must be bytes of {list(shape)}")
+    return array.at[at].set(np.ascontiguousarray(rows).view(array.dtype))
+
+  return jax.tree.map(write, leaves(cache, config), cache)
+
+
+def _is_kept(leaf: Leaf) -> bool:
+  return leaf.component.lifetime in ("global", "bounded")
+
+
+def _name(leaf: Leaf) -> str:
+  first = f"{leaf.layers[0]}/" if leaf.layers else ""
+  return f"{leaf.component.name}/{first}{leaf.part.name}"
+
+
+def _index(leaf: Leaf, cache: Cache, slot: int, tokens: int) -> tuple:
+  """Where the rows of a sequence are in an array."""
+  component = leaf.component
+  if component.lifetime == "bounded":
+    return (slice(None),) * component.axes.index("batch") + (slot,)
+  block = int(cache.pages.tokens * component.rows_per_token)
+  pages = Paged(Stored.plain(jnp.zeros((0, 0))), cache.pages.table_BxJ[slot, None], block)
+  return (pages.locate(jnp.arange(component.rows_at(tokens))[None])[0],)
+
+
+def _as_bytes(x: np.ndarray) -> np.ndarray:
+  return np.ascontiguousarray(x).view(np.uint8)
+
+
+@functools.lru_cache
+def _described(config: ModelConfig, precision: layout_lib.Precision, block_tokens: int) -> str:
+  described = layout_lib.layout(config, precision, block_tokens=block_tokens)
+  return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _digest(cache: Cache, config: ModelConfig) -> str:
+  return _described(config, cache.precision, cache.pages.tokens)

@@ -1,0 +1,19 @@
+"""Serving on several devices gives the tokens of one."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_four_devices_serve_what_one_does():
+  here = pathlib.Path(__file__).parent
+  flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+  env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(here.parent / "nn")}
+  command = [sys.executable, here / "several_devices.py"]
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout == "same tokens\n"
