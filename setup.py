@@ -49,6 +49,7 @@ setup(
     *find_packages(include=["hysparse", "hysparse.*"]),
     *find_packages("kernels", include=["hysparse_kernels", "hysparse_kernels.*"]),
   ],
+  package_data={"hysparse_kernels": ["*/tuning.json"]},
   package_dir={"hysparse": "hysparse", "hysparse_kernels": "kernels/hysparse_kernels"},
   install_requires=CORE,
   extras_require={

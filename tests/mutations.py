@@ -293,11 +293,9 @@ MUTANTS = (
   Mutant(
     "parity: entries are rounded before they are rotated",
     "hysparse/nn/attention.py",
-    "    entries = rope.rotate(latent_BxTxC, positions_BxT, rope.frequencies(c, True))\n"
-    "    entries = self.run.store(entries, c.main_kv, packed=packed)\n",
-    "    entries = self.run.store(latent_BxTxC, c.main_kv, packed=False).decode()\n"
-    "    entries = rope.rotate(entries, positions_BxT, rope.frequencies(c, True))\n"
-    "    entries = Stored.plain(entries)\n",
+    "    entries = rope.rotate(latent_BxTxC,",
+    "    entries = self.run.store(latent_BxTxC, self.config.main_kv, packed=False).decode()\n"
+    "    entries = rope.rotate(entries,",
     PARITY.replace("exact", "kvquant"),
   ),
   Mutant(
@@ -349,6 +347,43 @@ MUTANTS = (
     "    return SplitHalf.pack(codes).bytes",
     "    low, high = jnp.split(codes, 2, axis=-1)\n    return (high & 15) | (low << 4)",
     "tests/kernels/test_stored.py::test_decoding_gives_the_fake_quantised_values",
+  ),
+  Mutant(
+    "integers: a tie goes to the odd code",
+    f"{KERNELS}/fp4/integers.py",
+    "if code % 2 == 0 else",
+    "if code % 2 else",
+    "tests/kernels/test_fp4.py::test_values_next_to_the_middle_between_two_codes",
+  ),
+  Mutant(
+    "integers: a tie of scales goes to the odd code",
+    f"{KERNELS}/fp4/integers.py",
+    ".astype(jnp.int32) & nearest",
+    ".astype(jnp.int32) & (1 - nearest)",
+    "tests/kernels/test_fp4.py::"
+    "test_blocks_whose_largest_value_is_next_to_the_middle_between_two_scales",
+  ),
+  Mutant(
+    "the GPU kernel writes rows without a place",
+    f"{KERNELS}/fp4/pallas_gpu.py",
+    "at_N = jnp.where(there_N, place_N, out.shape[0])",
+    "there_N, at_N = n_N < count, place_N",
+    "tests/kernels/test_backends.py::test_a_kernel_equals_the_reference[fp4-pallas_gpu-fp8-gpu]",
+  ),
+  Mutant(
+    "the TPU kernel writes rows without a place",
+    f"{KERNELS}/fp4/pallas_tpu.py",
+    "@pl.when(tile >= 0)",
+    "@pl.when(tile >= NOWHERE)",
+    "tests/kernels/test_backends.py::test_a_kernel_equals_the_reference[fp4-pallas_tpu-wide-tpu]",
+  ),
+  Mutant(
+    "the GPU kernel counts the sink in every part",
+    f"{KERNELS}/sparse_attention/pallas_gpu.py",
+    "mask=real_H & (part == 0)",
+    "mask=real_H",
+    "tests/kernels/test_backends.py::test_a_kernel_equals_the_reference["
+    "sparse_attention-pallas_gpu-one_token-gpu]",
   ),
   Mutant(
     "an interrupted engine keeps a cache that is used up",

@@ -9,15 +9,11 @@ Rounds alternate between the two; the peer's first round is left out like ours.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from hysparse.benchmarks.cached import Bench
 from hysparse.benchmarks.peer import Peer
+from hysparse.benchmarks.timing import alternate, seconds
 
 CONFIG = "configs/bench/inference.py"
 CONTEXT, STEPS = 1024, 32
@@ -67,8 +63,8 @@ def run(rounds: int = 7) -> Result:
       cache = bench.filled(batch, CONTEXT, 2 * CONTEXT)
       decode = bench.decoder(batch, cache, STEPS)
       fields = {"context": CONTEXT, "batch": batch, "steps": STEPS}
-      ours, theirs = _alternate(
-        rounds, lambda decode=decode: _seconds(decode),
+      ours, theirs = alternate(
+        rounds, lambda decode=decode: seconds(decode),
         lambda fields=fields: STEPS * peer.measure("decode", **fields)["seconds"],
       )  # fmt: skip
       rows.append(Row(f"decode at {CONTEXT}, batch {batch}", batch * STEPS, ours, theirs))
@@ -77,24 +73,10 @@ def run(rounds: int = 7) -> Result:
 
       def prefill(tokens_BxS=tokens_BxS, length=length) -> float:
         cache = bench.empty(1, length)
-        return _seconds(lambda: bench.prefill(cache, tokens_BxS))
+        return seconds(lambda: bench.prefill(cache, tokens_BxS))
 
-      ours, theirs = _alternate(
+      ours, theirs = alternate(
         rounds, prefill, lambda length=length: peer.measure("prefill", tokens=length)["seconds"]
       )
       rows.append(Row(f"prefill of {length}", length, ours, theirs))
     return Result(tuple(rows), peer.facts)
-
-
-def _alternate(
-  rounds: int, ours: Callable[[], float], theirs: Callable[[], float]
-) -> tuple[float, float]:
-  """Median seconds of both; the first round of each only warms up."""
-  pairs = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
-  return tuple(statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-  start = time.perf_counter()
-  jax.block_until_ready(call())
-  return time.perf_counter() - start

@@ -32,3 +32,18 @@ def matmul() -> tuple[Callable[[], jax.Array], float]:
   x = jax.random.normal(jax.random.key(0), (_MATRIX, _MATRIX), jnp.float32)
   product = jax.jit(lambda x: x @ x)
   return lambda: product(x), 2.0 * _MATRIX**3
+
+
+def alternate(
+  rounds: int, ours: Callable[[], float], theirs: Callable[[], float]
+) -> tuple[float, float]:
+  """Median seconds of two measurements in turn; the first round of each only warms up."""
+  pairs = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
+  return tuple(statistics.median(times) for times in zip(*pairs, strict=True))
+
+
+def seconds(call: Callable[[], object]) -> float:
+  """Of one call, with the arrays that it returns."""
+  start = time.perf_counter()
+  jax.block_until_ready(call())
+  return time.perf_counter() - start

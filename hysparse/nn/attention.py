@@ -142,8 +142,11 @@ class Attention(LatentAttention):
       T = latent_BxTxC.shape[1]
       if T == 0:
         return Published(), Kept()
-      entries, keys = self._entries(latent_BxTxC, batch.positions_BxS[:, ::ratio][:, :T], False)
-      return Published(Paged.contiguous(entries), keys and Paged.contiguous(keys)), Kept()
+      entries, keys = self._entries(latent_BxTxC, batch.positions_BxS[:, ::ratio][:, :T])
+      entries = Paged.contiguous(self.run.store(entries, self.config.main_kv, packed=False))
+      if keys is not None:
+        keys = Paged.contiguous(self.run.store(keys, self.config.index_k, packed=False))
+      return Published(entries, keys), Kept()
     call = None
     if ratio == 1:
       ids, done = batch.positions_BxS, batch.valid_BxS
@@ -155,25 +158,22 @@ class Attention(LatentAttention):
       latent_BxTxC = self.compressor.pool(
         grouped.kv_BxNxRxC, grouped.score_BxNxRxC, source.x_BxSxD.dtype
       )
-    entries, keys = self._entries(latent_BxTxC, ids * ratio, True)
+    entries, keys = self._entries(latent_BxTxC, ids * ratio)
     (pools,) = cache.pools
-    entries = batch.pages.of(pools.main_kv, ratio).put(ids, entries, done)
+    entries = self.run.append(batch.pages.of(pools.main_kv, ratio), ids, entries, done)
     if keys is not None:
-      keys = batch.pages.of(pools.index_keys, ratio).put(ids, keys, done)
+      keys = self.run.append(batch.pages.of(pools.index_keys, ratio), ids, keys, done)
     pools = Pools(main_kv=entries.rows, index_keys=keys and keys.rows)
     return Published(entries, keys), Kept(group=call, pools=pools)
 
   def _entries(
-    self, latent_BxTxC: Float[Array, "B T C"], positions_BxT: Int[Array, "B T"], packed: bool
-  ) -> tuple[Stored, Stored | None]:
+    self, latent_BxTxC: Float[Array, "B T C"], positions_BxT: Int[Array, "B T"]
+  ) -> tuple[Float[Array, "B T C"], Float[Array, "B T D"] | None]:
     """Entries and indexer keys of latents, at the position of each group's first token."""
-    c = self.config
-    entries = rope.rotate(latent_BxTxC, positions_BxT, rope.frequencies(c, True))
-    entries = self.run.store(entries, c.main_kv, packed=packed)
+    entries = rope.rotate(latent_BxTxC, positions_BxT, rope.frequencies(self.config, True))
     if not self.spec.owns_index_keys:
       return entries, None
-    keys = self.index_keys(latent_BxTxC, positions_BxT)
-    return entries, self.run.store(keys, c.index_k, packed=packed)
+    return entries, self.index_keys(latent_BxTxC, positions_BxT)
 
   def _publish_selection(self, index: tuple, batch: Batch, published: Published) -> Published:
     c, role = self.config, self.spec.candidate_role

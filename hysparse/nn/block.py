@@ -158,14 +158,11 @@ class Block(nnx.Module):
   ) -> Passed:
     """The layer behind Engram: attention, then experts."""
     batch = inputs.batch
-    x, pre, (told,) = self.hc_attn(
-      carry.x_BxSxMxD,
-      carry.pre_BxSxM,
-      lambda u: self.attn(self.attn_norm(u), batch, published, cache, source),
-    )
-    x, pre, (load, balance, chosen) = self.hc_ffn(
-      x, pre, lambda u: self.ffn(self.ffn_norm(u), batch)
-    )
+    u, mix = self.hc_attn.enter(carry.x_BxSxMxD, carry.pre_BxSxM)
+    y, told = self.attn(self.attn_norm(u), batch, published, cache, source)
+    x, u, mix = self.hc_attn.leave_for(self.hc_ffn, carry.x_BxSxMxD, y, mix)
+    y, load, balance, chosen = self.ffn(self.ffn_norm(u), batch)
+    x, pre = self.hc_ffn.leave(x, y, mix), mix.pre_BxSxM
     trace = told.trace | chosen | {"streams": x, "pre": pre} if wanted.trace else None
     aux = LayerAux(load, balance, told.indexer_loss, told.stale_B, trace=trace)
     kept = told.kept

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
+from hysparse_kernels import fp4
 from hysparse_kernels.formats import Stored, fake_quant
-from jaxtyping import Array, Float
+from hysparse_kernels.paged import Paged
+from jaxtyping import Array, Bool, Float, Int
 
 from hysparse.config import Format, TrainConfig
 
@@ -54,4 +56,16 @@ class Execution:
       packed: for a cache. Else the same values in their own dtype, differentiable.
     """
     format = "f32" if self.numerics == "exact" else format
-    return Stored.of(x, format) if packed else Stored.plain(fake_quant(x, format))
+    if packed:
+      return fp4.pack(x, format, backend=self.backend)
+    return Stored.plain(fake_quant(x, format))
+
+  def append(
+    self,
+    pool: Paged,
+    ids_BxN: Int[Array, "B N"],
+    x: Float[Array, "B N ... C"],
+    valid_BxN: Bool[Array, "B N"],
+  ) -> Paged:
+    """A cache's pool with the valid ones of these rows, in its format, as entries `ids`."""
+    return fp4.append(pool, ids_BxN, x, valid_BxN, backend=self.backend)

@@ -46,15 +46,15 @@ class PlainAttention(LowRankQueries):
     _, q = self.queries(x_BxSxD, positions, freqs)
     k, v = (w(x_BxSxD).reshape(B, S, self.kv_heads, c.head_dim) for w in (self.wk, self.wv))
     k = rope.rotate(k, positions, freqs)
-    k, v = (self.run.store(x, Precision.plain_kv, packed=cache is not None) for x in (k, v))
     kept = stale_B = None
     if cache is None:
-      k, v = k.decode(q.dtype), v.decode(q.dtype)
+      stored = (self.run.store(x, Precision.plain_kv, packed=False) for x in (k, v))
+      k, v = (x.decode(q.dtype) for x in stored)
     else:
       (pools,) = cache.pools
       ids, valid = positions, batch.valid_BxS
-      k = batch.pages.of(pools.keys, 1).put(ids, k, valid)
-      v = batch.pages.of(pools.values, 1).put(ids, v, valid)
+      k = self.run.append(batch.pages.of(pools.keys, 1), ids, k, valid)
+      v = self.run.append(batch.pages.of(pools.values, 1), ids, v, valid)
       kept, stale_B = Kept(pools=Pools(keys=k.rows, values=v.rows)), jnp.zeros((B,), bool)
       k, v = (x.values(q.dtype, batch.entries_B(1)) for x in (k, v))
     attended = dense_attention(q, k, v, *batch.span(1), scale=self.scale, backend=self.run.backend)

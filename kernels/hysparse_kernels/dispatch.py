@@ -6,25 +6,55 @@ the default platform and says once, in the log, when that is not a kernel made f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import jax
+from hysparse_kernels import compat
 
 _log = logging.getLogger("hysparse_kernels")
 
 # Best first; "xla" runs everywhere.
 _PREFERENCE = {
   "cpu": ("xla",),
-  "gpu": ("pallas_gpu", "triton", "xla"),
-  "tpu": ("pallas_tpu", "xla"),
+  "gpu": ("pallas_gpu", "triton", "ragged_dot", "xla"),
+  "tpu": ("pallas_tpu", "ragged_dot", "xla"),
 }
-_RUNS_ON = {"pallas_gpu": "gpu", "triton": "gpu", "pallas_tpu": "tpu"}
+RUNS_ON = {"pallas_gpu": "gpu", "triton": "gpu", "pallas_tpu": "tpu"}
 
 
 class BackendError(ValueError):
   """A backend that does not exist for an operation or cannot run here; says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+  """A backend that needs packages of its own: its module is imported when it runs.
+
+  Attributes:
+    module: where it is.
+    name: of its function.
+    packages: what has to be installed.
+  """
+
+  module: str
+  name: str
+  packages: tuple[str, ...]
+
+  def __call__(self, *arguments: Any) -> Any:
+    try:
+      module = importlib.import_module(self.module)
+    except ImportError as error:
+      raise BackendError(f"{self.module} cannot be imported: {error}") from error
+    return getattr(module, self.name)(*arguments)
+
+  def missing(self) -> list[str]:
+    """Packages that are not installed."""
+    return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
 
 def select(op: str, backend: str, table: Mapping[str, Callable]) -> Callable:
@@ -38,23 +68,24 @@ def select(op: str, backend: str, table: Mapping[str, Callable]) -> Callable:
   Raises:
     BackendError: an unknown backend, or one made for another platform.
   """
-  platform = jax.default_backend()
-  platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+  platform = compat.platform()
   if backend == "auto":
-    wanted = _PREFERENCE.get(platform, ("xla",))
-    chosen = next(name for name in wanted if name in table)
+    preferred = _PREFERENCE.get(platform, ("xla",))
+    missing = {n: table[n].missing() for n in preferred if isinstance(table.get(n), Lazy)}
+    chosen = next(name for name in preferred if name in table and not missing.get(name))
     if chosen == "xla" and platform != "cpu":
-      _say_once(op, platform)
+      needs = [f"; '{name}' needs {', '.join(packages)}" for name, packages in missing.items()]
+      _say_once(op, platform, "".join(needs))
     return table[chosen]
   if backend not in table:
     raise BackendError(f"{op}: no backend '{backend}'; it has auto, {', '.join(table)}")
-  if _RUNS_ON.get(backend, platform) != platform:
+  if RUNS_ON.get(backend, platform) != platform:
     raise BackendError(
-      f"{op}: backend '{backend}' runs on {_RUNS_ON[backend]}, the default platform is {platform}"
+      f"{op}: backend '{backend}' runs on {RUNS_ON[backend]}, the platform is {platform}"
     )
   return table[backend]
 
 
 @functools.cache
-def _say_once(op: str, platform: str) -> None:
-  _log.warning("%s: no kernel for %s yet, using the portable xla backend", op, platform)
+def _say_once(op: str, platform: str, needs: str) -> None:
+  _log.warning("%s: no kernel for %s, using the portable xla backend%s", op, platform, needs)

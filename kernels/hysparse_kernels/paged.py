@@ -61,6 +61,20 @@ class Paged:
     ids_BxN = jnp.broadcast_to(ids_N, (self.table_BxJ.shape[0], len(ids_N)))
     return self.rows[jnp.maximum(self.locate(ids_BxN), 0)]
 
+  def read_groups(self, groups: Int[Array, "B ..."], size: int) -> Stored:
+    """Groups of `size` consecutive entries, [B, ..., size, ...], packed; any rows where none are.
+
+    Group g holds entries g * size .. g * size + size - 1. Where blocks hold whole groups, each is
+    read in one piece.
+    """
+    if self.block % size:
+      ids = groups[..., None] * size + jnp.arange(size)
+      ids = jnp.where(groups[..., None] >= 0, ids, NOWHERE)
+      return self.rows[jnp.maximum(self.locate(ids), 0)]
+    first = self.locate(jnp.where(groups >= 0, groups * size, NOWHERE))
+    at = jnp.maximum(first, 0) // size
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:])[at], self.rows)
+
   def values(
     self, dtype: jnp.dtype, count_B: Int[Array, "B"] | None = None
   ) -> Float[Array, "B T ..."]:

@@ -1,11 +1,13 @@
-"""The peer of the inference benchmarks: the `deepseek_v4` model of transformers, random weights.
+"""The peer of the benchmarks: the `deepseek_v4` model of transformers, random weights.
 
 Runs in a virtual environment of its own (setup.sh) and knows nothing of hysparse. Each command
-prints one line of JSON; `seconds` are of one prefill, or of one step of the decode loop:
+prints one line of JSON; `seconds` are of one prefill, of one step of the decode loop, or of one
+step of training (forward, backward, AdamW):
 
     P=.venv-peers/bin/python
     $P scripts/bench_peers/deepseek_v4.py prefill --tokens=4096 --rounds=3
     $P scripts/bench_peers/deepseek_v4.py decode --context=1024 --batch=8 --steps=32 --rounds=5
+    $P scripts/bench_peers/deepseek_v4.py train --tokens=512 --batch=4 --rounds=3
     $P scripts/bench_peers/deepseek_v4.py serve
 
 `serve` measures on request, once for each line of JSON that it reads, so that a benchmark can
@@ -39,6 +41,7 @@ CONFIG = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text(encodi
 FIELDS = {
   "prefill": {"tokens": 1024, "batch": 1},
   "decode": {"context": 1024, "batch": 1, "steps": 32},
+  "train": {"tokens": 512, "batch": 4},
 }
 
 
@@ -52,6 +55,7 @@ class Peer:
     self.model = transformers.DeepseekV4ForCausalLM(config).float().eval()
     self._prefilled: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
     self._warm: set[str] = set()
+    self._optimizer: torch.optim.Optimizer | None = None
 
   def facts(self) -> dict[str, Any]:
     """What the figures belong to."""
@@ -84,7 +88,7 @@ class Peer:
         raise ValueError(f"{name}: is {value!r}; must be an integer of at least 1")
     run = getattr(self, what)
     key = json.dumps([what, values], sort_keys=True)
-    with torch.inference_mode():
+    with torch.enable_grad() if what == "train" else torch.inference_mode():
       if key not in self._warm:
         run(**values)
         self._warm.add(key)
@@ -114,6 +118,21 @@ class Peer:
       raise ValueError(f"the cache holds {cache.get_seq_length()} tokens, not {context + steps}")
     each = [after - before for before, after in itertools.pairwise(times)]
     return {"seconds": (times[-1] - times[0]) / steps, "median_step_s": statistics.median(each)}
+
+  def train(self, tokens: int, batch: int) -> dict[str, float]:
+    """Seconds of a training step on `batch` rows: loss, gradients and AdamW over all parameters."""
+    if self._optimizer is None:
+      self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+    tokens_BxS = self._prompt(batch, tokens)
+    start = time.perf_counter()
+    self._optimizer.zero_grad(set_to_none=True)
+    loss = self.model(tokens_BxS, labels=tokens_BxS, use_cache=False).loss
+    loss.backward()
+    self._optimizer.step()
+    seconds = time.perf_counter() - start
+    if not loss.isfinite():
+      raise ValueError("the loss is not finite")
+    return {"seconds": seconds, "loss": loss.item()}
 
   def _prompt(self, batch: int, tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(tokens)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hysparse_kernels.hyper_connections import coefficients, fold, update
+from hysparse_kernels import compat
+from hysparse_kernels.hyper_connections import advance, coefficients, fold, update
 from hysparse_kernels.hyper_connections.specs import SPECS
 
 # Up to 20 normalisations in float32, each rounding once; tight enough that no eps (1e-6) gets lost.
@@ -49,16 +50,14 @@ def coefficients_in_float64(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_e
   return pre, post, comb
 
 
-def mix_arguments(spec, seed=0):
-  """Streams, a sublayer's output and coefficients that are no doubly stochastic matrix."""
-  rng = np.random.default_rng(seed)
-  shape = (spec.tokens, spec.streams, spec.width)
-  return {
-    "x_NxMxD": jnp.asarray(spec.x_scale * rng.normal(size=shape), spec.dtype),
-    "y_NxD": jnp.asarray(rng.normal(size=(spec.tokens, spec.width)), spec.dtype),
-    "post_NxM": jnp.asarray(rng.normal(size=shape[:2]), jnp.float32),
-    "comb_NxMxM": jnp.asarray(rng.normal(size=(*shape[:2], spec.streams)), jnp.float32),
-  }
+def mix_arguments(spec):
+  """The arguments of `update`."""
+  return select(spec, "x_NxMxD", "y_NxD", "post_NxM", "comb_NxMxM")
+
+
+def select(spec, *names):
+  arguments = spec.arguments()
+  return {name: arguments[name] for name in names}
 
 
 def assert_close(got, want, tolerance, name=""):
@@ -70,9 +69,8 @@ def assert_close(got, want, tolerance, name=""):
 
 def split(spec):
   """The arrays of `coefficients`, and the numbers that are static when it is compiled."""
-  arguments = spec.arguments()
-  static = {k: arguments.pop(k) for k in ("iters", "eps", "norm_eps")}
-  return arguments, static
+  arguments = select(spec, "x_NxMxD", "fn_QxP", "base_Q", "scale_3")
+  return arguments, select(spec, "iters", "eps", "norm_eps")
 
 
 @functools.cache
@@ -208,7 +206,8 @@ def test_the_compiled_program_does_not_grow_with_the_iterations():
 
 
 def test_bad_parameters_are_refused_by_name():
-  arguments = SPECS[0].arguments()
+  arrays, static = split(SPECS[0])
+  arguments = arrays | static
   with pytest.raises(ValueError, match=r"base_Q: has shape \(23,\); must be \(24,\) for 4 streams"):
     coefficients(**(arguments | {"base_Q": arguments["base_Q"][:-1]}))
   with pytest.raises(ValueError, match=r"fn_QxP: has shape \(64, 24\); must be \(24, 64\)"):
@@ -276,3 +275,40 @@ def test_columns_of_comb_are_what_keeps_equal_streams(backend):
   run = compiled(update, backend)
   np.testing.assert_allclose(run(**mix, comb_NxMxM=comb), x, atol=1e-5)
   assert np.abs(run(**mix, comb_NxMxM=comb.swapaxes(1, 2)) - x).max() > 1e-3
+
+
+# --- All in one pass -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("name", ["streams", "bfloat16"])
+def test_advancing_and_its_gradients_equal_the_three_parts(name, backend):
+  spec = next(s for s in SPECS if s.name == name)
+  static = select(spec, "iters", "eps", "norm_eps")
+  arguments = {k: v for k, v in spec.arguments().items() if k not in static}
+  rng = np.random.default_rng(1)
+  shapes = jax.eval_shape(functools.partial(advance, **static), **arguments)
+  cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+  with compat.target("tpu" if backend == "pallas_tpu" else "cpu", interpret=True):
+    got = compiled_with_gradients(advance, backend, **static)(arguments, cotangents)
+  want = compiled_with_gradients(advance, "reference", **static)(arguments, cotangents)
+  tolerance = BFLOAT16_TOLERANCE if spec.dtype == "bfloat16" else GRADIENT_TOLERANCE
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert a.dtype == b.dtype
+    assert_close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("function", [coefficients, fold, update], ids=lambda f: f.__name__)
+def test_gradients_of_single_kernels_equal_the_reference(function):
+  spec = SPECS[0]
+  static = select(spec, "iters", "eps", "norm_eps") if function is coefficients else {}
+  names = {coefficients: ("x_NxMxD", "fn_QxP", "base_Q", "scale_3"), fold: ("x_NxMxD", "pre_NxM")}
+  arguments = select(spec, *names[function]) if function in names else mix_arguments(spec)
+  rng = np.random.default_rng(1)
+  shapes = jax.eval_shape(functools.partial(function, **static), **arguments)
+  cotangents = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+  with compat.target("tpu", interpret=True):
+    got, _ = compiled_with_gradients(function, "pallas_tpu", **static)(arguments, cotangents)
+  want, _ = compiled_with_gradients(function, "reference", **static)(arguments, cotangents)
+  for name in arguments:
+    assert_close(got[name], want[name], GRADIENT_TOLERANCE, name)

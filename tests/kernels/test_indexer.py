@@ -1,11 +1,17 @@
 """The indexer: backends against the plain definition, the tie contract, and the pool."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hysparse_kernels import compat, tuning
+from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import Stored
-from hysparse_kernels.indexer import Pool, score_rows, select
+from hysparse_kernels.indexer import Pool, running, score_rows
+from hysparse_kernels.indexer import select as select_on_platform
+from hysparse_kernels.indexer.scores import weighted
 from hysparse_kernels.indexer.specs import SPECS, Spec
 from hysparse_kernels.paged import Paged
 from hysparse_kernels.selection import top_visible
@@ -20,6 +26,14 @@ by_name = pytest.mark.parametrize(
   ids=lambda spec: spec.name,
 )
 both = pytest.mark.parametrize("backend", ["reference", "xla"])
+with_kernel = pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+
+
+def select(backend="auto", **arguments):
+  """The operation, with kernels run step by step."""
+  here = contextlib.nullcontext()
+  with compat.target("tpu", interpret=True) if backend == "pallas_tpu" else here:
+    return select_on_platform(**arguments, backend=backend)
 
 
 def contiguous(keys):
@@ -27,7 +41,17 @@ def contiguous(keys):
   return keys.read(jnp.arange(keys.entries)).decode()
 
 
-def oracle(q_BxSxIxD, keys, weights_BxSxI, lo_BxS, hi_BxS, top_k, block_size=8, pool_blocks=0):
+def oracle(
+  q_BxSxIxD,
+  keys,
+  weights_BxSxI,
+  lo_BxS,
+  hi_BxS,
+  top_k,
+  block_size=8,
+  pool_blocks=0,
+  within=None,
+):
   """Float64 scores and a stable sort: ties go to the lower entry by construction."""
   q, k, w = (np.asarray(x, np.float64) for x in (q_BxSxIxD, contiguous(keys), weights_BxSxI))
   scores = np.einsum("bsit,bsi->bst", np.maximum(np.einsum("bsid,btd->bsit", q, k), 0), w)
@@ -35,7 +59,10 @@ def oracle(q_BxSxIxD, keys, weights_BxSxI, lo_BxS, hi_BxS, top_k, block_size=8, 
   pools = []
   for b, s in np.ndindex(scores.shape[:2]):
     lo, hi = int(lo_BxS[b, s]), int(hi_BxS[b, s])
-    best = lo + np.argsort(-scores[b, s, lo:hi], kind="stable")[:top_k]
+    ids = np.arange(lo, hi)
+    if within is not None:
+      ids = ids[np.isin(ids // within.block_size, within.blocks_BxSxN[b, s])]
+    best = ids[np.argsort(-scores[b, s, ids], kind="stable")][:top_k]
     rows[b, s, : len(best)] = np.sort(best)
     blocks = sorted({t // block_size for t in range(lo, hi)})
     value = {j: max(scores[b, s, t] for t in range(lo, hi) if t // block_size == j) for j in blocks}
@@ -52,10 +79,13 @@ def test_selection_and_pool_equal_a_stable_sort(spec, backend):
   result = select(**arguments, backend=backend)
   rows, pools = oracle(**arguments)
   np.testing.assert_array_equal(result.rows_BxSxK, rows)
-  got = np.asarray(result.pool.blocks_BxSxN).reshape(len(pools), -1)
-  assert [[j for j in row if j >= 0] for row in got.tolist()] == pools
-  if spec.name not in ("k_above_entries",):
-    visible = np.asarray(arguments["hi_BxS"] - arguments["lo_BxS"])
+  if spec.pool_blocks:
+    got = np.asarray(result.pool.blocks_BxSxN).reshape(len(pools), -1)
+    assert [[j for j in row if j >= 0] for row in got.tolist()] == pools
+  visible = np.asarray(arguments["hi_BxS"] - arguments["lo_BxS"])
+  if spec.hidden:
+    assert (visible == 0).all()
+  elif spec.name != "k_above_entries":
     assert (visible > spec.top_k).any(), "nothing was really dropped"
 
 
@@ -102,7 +132,7 @@ def test_nan_never_selects_and_negative_zero_ties_with_zero():
   np.testing.assert_array_equal(top_visible(scores, visible.at[0, 5].set(False), 2), [[0, 1]])
 
 
-@both
+@with_kernel
 def test_nan_keys_select_nothing_and_hurt_nobody(backend):
   arguments = Spec("nan", queries=6, before=30, pool_blocks=0).arguments()
   keys = contiguous(arguments["keys"]).at[0, 3].set(jnp.nan)
@@ -111,7 +141,7 @@ def test_nan_keys_select_nothing_and_hurt_nobody(backend):
   assert (rows >= 0).all() and not (rows == 3).any()
 
 
-@both
+@with_kernel
 def test_released_rounding_happens_where_the_released_code_has_it(backend):
   """Dots, products and sums are rounded to bfloat16; every value here is exact before that."""
   spec = Spec("rounded", queries=40, before=1200, top_k=40, pool_blocks=20)
@@ -149,6 +179,70 @@ def test_released_rounding_happens_where_the_released_code_has_it(backend):
   want = rows(scores(bf16, bf16, bf16), mask)
   np.testing.assert_array_equal(within, want)
   assert (want != np.asarray(got.rows_BxSxK)).any()
+
+
+# --- The running top-k and the kernels under it ---------------------------------------------------
+
+
+def score_plainly(q, keys, weights, first, count):
+  """A backend's part, from the definition; NaN where there is no entry."""
+  ids = first + jnp.arange(count)
+  dots = einsum("bqid,btd->bqit", q, keys.read(ids % keys.entries).decode())
+  return jnp.where(ids < keys.entries, weighted(dots, weights), jnp.nan)
+
+
+RUNNING = [s for s in SPECS if s.name in ("ties", "documents", "all_hidden", "many_keys", "paged")]
+RUNNING += [s for s in SPECS if s.within]
+
+
+@pytest.mark.parametrize("ratio", [0, 1000], ids=["pool_read", "pool_masked"])
+@pytest.mark.parametrize("spec", RUNNING, ids=lambda spec: spec.name)
+def test_a_running_top_k_over_chunks_selects_the_same(spec, ratio):
+  arguments = spec.arguments()
+  want = select(**arguments, backend="reference")
+  chunks = []
+
+  def score_chunk(q, keys, weights, first, count):
+    chunks.append(count)
+    return score_plainly(q, keys, weights, first, count)
+
+  arguments = {"within": None} | arguments
+  sizes = {"queries": 32, "chunk": 9, "pool_queries": 8, "pool_ratio": ratio}
+  rows, pool = running.select(**arguments, score_chunk=score_chunk, sizes=sizes, step=3)
+  np.testing.assert_array_equal(rows, want.rows_BxSxK)
+  if spec.pool_blocks:
+    np.testing.assert_array_equal(pool.blocks_BxSxN, want.pool.blocks_BxSxN)
+  if spec.within and not spec.pool_blocks:
+    assert chunks == [spec.within * spec.block_size] if ratio == 0 else chunks == [12]
+  else:
+    assert chunks == [12], "a whole number of steps and of blocks, once traced"
+
+
+SMALL_BLOCKS = {"queries": 24, "chunk": 256, "pool_queries": 4, "keys": 128, "kernel_queries": 8}
+BLOCKED = (
+  Spec("tiles_of_small_pages", batch=2, queries=20, before=500, page=32, heads=3, ties=True),
+  Spec("large_pages", batch=2, queries=20, before=1000, page=384, index_k="mxfp4", dim=64),
+  Spec("wide_rows", queries=5, before=700, dim=128, page=64),
+  Spec("uneven_pages", batch=2, queries=5, before=700, page=12),
+  Spec("pool_in_place", batch=2, queries=3, before=509, within=40, pool_blocks=0, ties=True),
+  Spec("pool_cut_by_pages", queries=3, before=509, page=6, within=40, pool_blocks=0, ties=True),
+)
+
+
+@pytest.mark.parametrize("spec", BLOCKED, ids=lambda spec: spec.name)
+def test_a_kernel_of_many_blocks_selects_the_same(spec):
+  arguments = spec.arguments()
+  arrays = {k: v for k, v in arguments.items() if not isinstance(v, int)}
+  call = jax.jit(lambda arrays: select(**(arguments | arrays), backend="pallas_tpu"))
+  with tuning.using("indexer", "pallas_tpu", SMALL_BLOCKS | {"pool_ratio": 1}):
+    got = call(arrays)
+  want = select(**arguments, backend="reference")
+  np.testing.assert_array_equal(got.rows_BxSxK, want.rows_BxSxK)
+  if spec.pool_blocks:
+    np.testing.assert_array_equal(got.pool.blocks_BxSxN, want.pool.blocks_BxSxN)
+
+
+# --- Scores of rows -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,38 @@
 """Sparse attention: backends against the plain definition, and the rules of a View."""
 
+import contextlib
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hysparse_kernels import compat
+from hysparse_kernels.dispatch import BackendError
 from hysparse_kernels.formats import Stored, fake_quant
 from hysparse_kernels.sparse_attention import View, sparse_attention
 from hysparse_kernels.sparse_attention.specs import SPECS, Spec
 
 # Sums of a few dozen float32 products in another order.
 FORWARD_TOLERANCE = 2e-6
+# One rounding of the result more or less.
+BFLOAT16_TOLERANCE = 2**-7
 # The same through two products and a cancelling difference (dp - pull).
 GRADIENT_TOLERANCE = 2e-5
 
-attend = jax.jit(sparse_attention, static_argnames=("scale", "backend"))
+compiled = jax.jit(sparse_attention, static_argnames=("scale", "backend"))
+
+
+def attend(backend="xla", **arguments):
+  with running(backend):
+    return compiled(**arguments, backend=backend)
+
+
+def running(backend):
+  """Where functions that call this backend can be traced."""
+  if backend == "pallas_tpu":
+    return compat.target("tpu", interpret=True)
+  return contextlib.nullcontext()
 
 
 def values(rows):
@@ -36,7 +53,10 @@ by_name = pytest.mark.parametrize(
 
 
 def close(a, b, tolerance):
-  scale = max(1.0, float(jnp.abs(b).max()))
+  a, b = np.asarray(a), np.asarray(b)
+  if b.dtype == jnp.bfloat16:
+    a, b, tolerance = np.float32(a), np.float32(b), BFLOAT16_TOLERANCE
+  scale = max(1.0, float(np.abs(b).max()))
   np.testing.assert_allclose(a, b, atol=tolerance * scale, rtol=0)
 
 
@@ -52,7 +72,7 @@ def test_xla_equals_the_reference(spec):
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_packed_rows_equal_fake_quantised_ones(backend):
-  for spec in (spec for spec in SPECS if spec.main_kv != "f32"):
+  for spec in (spec for spec in SPECS if spec.main_kv in ("fp4", "mxfp4")):
     packed = spec.arguments()
     plain = dataclasses.replace(spec, main_kv="f32", window_kv="f32").arguments()
     view = plain["view"]
@@ -71,6 +91,14 @@ def test_packed_rows_equal_fake_quantised_ones(backend):
   "spec", [s for s in SPECS if s.main_kv == "f32"], ids=lambda spec: spec.name
 )
 def test_gradients_equal_autodiff_of_the_reference(spec):
+  check_gradients(spec, "xla")
+
+
+def test_gradients_of_a_kernel_equal_those_of_the_reference():
+  check_gradients(Spec("kernel", batch=2, queries=9, documents=2), "pallas_tpu")
+
+
+def check_gradients(spec, backend):
   arguments = spec.arguments()
   rng = np.random.default_rng(1)
   shape = arguments["q_BxSxHxC"].shape
@@ -86,9 +114,27 @@ def test_gradients_equal_autodiff_of_the_reference(spec):
 
   view = arguments["view"]
   floats = (arguments["q_BxSxHxC"], values(view.window), values(view.entries), arguments["sink_H"])
-  got, want = (jax.jit(jax.grad(loss), static_argnums=1)(floats, b) for b in ("xla", "reference"))
+  step = jax.jit(jax.grad(loss), static_argnums=1)
+  with running(backend):
+    got = step(floats, backend)
+  want = step(floats, "reference")
   jax.tree.map(lambda a, b: close(a, b, GRADIENT_TOLERANCE), got, want)
-  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(want))
+  reached = jax.tree.map(lambda x: np.abs(x).max() > 0, want)
+  assert reached == (True, True, None if not spec.top_k else not spec.nothing_selected, True)
+
+
+def test_gradients_reach_queries_past_a_packed_window():
+  packed = Spec("packed_window", queries=6, window=4, top_k=0, window_kv="fp8").arguments()
+  window = packed["view"].window.decode()
+
+  def loss(q, rows):
+    view = dataclasses.replace(packed["view"], window=rows)
+    return (sparse_attention(**(packed | {"q_BxSxHxC": q, "view": view})).out_BxSxHxC ** 2).sum()
+
+  step = jax.jit(jax.grad(loss))
+  got, want = (step(packed["q_BxSxHxC"], w) for w in (packed["view"].window, Stored.plain(window)))
+  np.testing.assert_array_equal(got, want)
+  assert np.asarray(got).any()
 
 
 def test_the_reference_equals_float64_numpy():
@@ -108,7 +154,7 @@ def test_the_reference_equals_float64_numpy():
     np.testing.assert_allclose(result.out_BxSxHxC[b, s, h], want, atol=FORWARD_TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
 def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
   arguments = Spec("stale", queries=1, before=20, window=8, top_k=0).arguments()
   view = arguments["view"]
@@ -124,7 +170,7 @@ def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
   assert (out(poison, view.tags_BxP) != out(window, view.tags_BxP)).any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
 def test_a_query_without_keys_gives_zeros(backend):
   arguments = Spec("blind", queries=6).arguments()
   arguments["positions_BxS"] = jnp.full_like(arguments["positions_BxS"], -1)
@@ -141,7 +187,7 @@ def in_bfloat16(arguments):
   return arguments | {"view": dataclasses.replace(view, **keys)}
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
 def test_probabilities_are_rounded_for_the_product_alone(backend):
   """Relative to the largest score of the keys; the denominator sums them unrounded."""
   spec = Spec("rounded", queries=12, heads=3, window=4, top_k=5)
@@ -233,7 +279,7 @@ def test_memory_grows_with_the_selection_and_not_with_the_square():
   assert large < 4.5 * small  # four times the tokens; the square would be sixteen
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
 def test_a_nan_that_nobody_selects_reaches_nobody(backend):
   """Places without an entry read some row of the pool, which belongs to another sequence."""
   spec = Spec("shared_pool", batch=2, queries=6, before=10, window=4, ratio=4, top_k=5)
@@ -252,3 +298,12 @@ def test_a_nan_that_nobody_selects_reaches_nobody(backend):
   got = attend(**(arguments | {"view": poisoned}), backend=backend)
   close(got.out_BxSxHxC[1], whole.out_BxSxHxC[1], FORWARD_TOLERANCE)
   assert np.isnan(got.out_BxSxHxC[0]).any()
+
+
+def test_a_pool_beyond_the_addresses_of_a_tpu_is_refused():
+  spec = Spec("huge", queries=1, channels=512, entries=2**26 + 1, main_kv="fp8")
+  arguments = spec.shapes()
+  scale = arguments.pop("scale")
+  run = lambda arguments: sparse_attention(**arguments, scale=scale, backend="pallas_tpu")  # noqa: E731
+  with running("pallas_tpu"), pytest.raises(BackendError, match="addresses 16 GiB of a pool"):
+    jax.eval_shape(run, arguments)

@@ -42,7 +42,8 @@ def observed(graphdef, state, batch, cache=None, inputs=None):
   Args:
     inputs: streams and folds that each layer gets in place of those of the layer before it.
   """
-  layers, plain_call, plain_store = [], Block.__call__, Execution.store
+  layers, plain_call = [], Block.__call__
+  plain_store, plain_append = Execution.store, Execution.append
 
   def layer(block, carry, *others):
     carry = carry if inputs is None else inputs[len(layers)]
@@ -56,7 +57,12 @@ def observed(graphdef, state, batch, cache=None, inputs=None):
     layers[-1]["rows"].append((x, kept))
     return kept
 
-  with mock.patch.object(Block, "__call__", layer), mock.patch.object(Execution, "store", store):
+  def append(run, pool, ids, x, valid):
+    layers[-1]["rows"].append((x, None))
+    return plain_append(run, pool, ids, x, valid)
+
+  watched = {"store": store, "append": append}
+  with mock.patch.object(Block, "__call__", layer), mock.patch.multiple(Execution, **watched):
     hidden = nnx.merge(graphdef, state).hidden(batch, cache, Call(capture=True))
   return layers, hidden.cache
 

@@ -103,37 +103,52 @@ def test_output_groups_are_block_diagonal():
   np.testing.assert_allclose(output(jnp.asarray(x)), want, atol=1e-5)
 
 
+def in_numpy(streams, x, handed):
+  """Two sublayers tanh, one after the other: streams and the fold handed on after each of them."""
+  cfg, residual = streams[0].config, streams[0].config.residual
+  M, eps = cfg.streams, cfg.hc_eps
+  for s in streams:
+    if residual == "plain":
+      x = x + np.tanh(x)
+      yield x, handed
+      continue
+    w = arrays(s)
+    flat = x.reshape(*x.shape[:2], -1)
+    mixes = flat @ w["fn"].T / np.sqrt((flat**2).mean(-1, keepdims=True))
+    sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
+    scale, base = w["scale"], w["base"]
+    own = sigmoid(mixes[..., :M] * scale[0] + base[:M]) + eps
+    post = 2 * sigmoid(mixes[..., M : 2 * M] * scale[1] + base[M : 2 * M])
+    logits = mixes[..., 2 * M :] * scale[2] + base[2 * M :]
+    comb = np.exp(logits.reshape(*x.shape[:2], M, M))
+    comb = comb / comb.sum(-1, keepdims=True) + eps
+    comb /= comb.sum(-2, keepdims=True) + eps
+    for _ in range(cfg.sinkhorn_iters - 1):
+      comb /= comb.sum(-1, keepdims=True) + eps
+      comb /= comb.sum(-2, keepdims=True) + eps
+    fold = own if residual == "two_pass" else handed
+    y = np.tanh(np.einsum("bsm,bsmd->bsd", fold, x))
+    x = post[..., None] * y[:, :, None] + np.einsum("bsij,bsid->bsjd", comb, x)
+    handed = own
+    yield x, handed
+
+
 @pytest.mark.parametrize("residual", ["single_pass", "two_pass", "plain"])
 def test_streams_fold_with_the_previous_sublayers_mix(residual):
-  """A whole step of the residual streams in NumPy; two_pass alone folds with its own mix."""
+  """Two steps of the residual streams in NumPy; two_pass alone folds with its own mix."""
   cfg = small.config("swa", residual=residual)
-  streams = Streams(cfg.model, Execution(), rngs=nnx.Rngs(0))
+  streams = [Streams(cfg.model, Execution(), rngs=nnx.Rngs(seed)) for seed in (0, 1)]
   rng = np.random.default_rng(0)
-  M, D = cfg.model.streams, cfg.model.d_model
-  x = rng.normal(size=(2, 3, M, D))
-  handed = rng.uniform(size=(2, 3, M))
-  sublayer = lambda u: (jnp.tanh(u), "told")  # noqa: E731
-  inputs = (jnp.asarray(v, jnp.float32) for v in (x, handed))
-  got, pre, rest = streams(*inputs, sublayer)
-  assert rest == ("told",)
-  if residual == "plain":
-    np.testing.assert_allclose(got, x + np.tanh(x), atol=TOLERANCE)
-    return
-  w = arrays(streams)
-  flat = x.reshape(2, 3, M * D)
-  mixes = flat @ w["fn"].T / np.sqrt((flat**2).mean(-1, keepdims=True))
-  sigmoid = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
-  scale, base, eps = w["scale"], w["base"], cfg.model.hc_eps
-  own = sigmoid(mixes[..., :M] * scale[0] + base[:M]) + eps
-  post = 2 * sigmoid(mixes[..., M : 2 * M] * scale[1] + base[M : 2 * M])
-  comb = np.exp((mixes[..., 2 * M :] * scale[2] + base[2 * M :]).reshape(2, 3, M, M))
-  comb = comb / comb.sum(-1, keepdims=True) + eps
-  comb /= comb.sum(-2, keepdims=True) + eps
-  for _ in range(cfg.model.sinkhorn_iters - 1):
-    comb /= comb.sum(-1, keepdims=True) + eps
-    comb /= comb.sum(-2, keepdims=True) + eps
-  fold = own if residual == "two_pass" else handed
-  y = np.tanh(np.einsum("bsm,bsmd->bsd", fold, x))
-  want = post[..., None] * y[:, :, None] + np.einsum("bsij,bsid->bsjd", comb, x)
-  np.testing.assert_allclose(pre, own, atol=TOLERANCE)
-  np.testing.assert_allclose(got, want, atol=1e-5)
+  x = rng.normal(size=(2, 3, cfg.model.streams, cfg.model.d_model))
+  handed = rng.uniform(size=(2, 3, cfg.model.streams))
+  (first, first_pre), (second, second_pre) = in_numpy(streams, x, handed)
+
+  start = jnp.asarray(x, jnp.float32)
+  u, mix = streams[0].enter(start, jnp.asarray(handed, jnp.float32))
+  alone = streams[0].leave(start, jnp.tanh(u), mix)
+  np.testing.assert_allclose(alone, first, atol=1e-5)
+  np.testing.assert_allclose(mix.pre_BxSxM, first_pre, atol=TOLERANCE)
+  got, u, mix = streams[0].leave_for(streams[1], start, jnp.tanh(u), mix)
+  np.testing.assert_allclose(got, first, atol=1e-5)
+  np.testing.assert_allclose(mix.pre_BxSxM, second_pre, atol=TOLERANCE)
+  np.testing.assert_allclose(streams[1].leave(got, jnp.tanh(u), mix), second, atol=1e-5)

@@ -7,11 +7,13 @@ from typing import NamedTuple
 from jaxtyping import Array, Float
 
 from hysparse_kernels import dispatch
-from hysparse_kernels.hyper_connections import reference, xla
+from hysparse_kernels.hyper_connections import pallas_tpu, reference, xla
 
-_COEFFICIENTS = {"reference": reference.coefficients, "xla": xla.coefficients}
-_FOLD = {"reference": reference.fold, "xla": xla.fold}
-_UPDATE = {"reference": reference.update, "xla": xla.update}
+_BACKENDS = {"reference": reference, "xla": xla, "pallas_tpu": pallas_tpu}
+COEFFICIENTS = {name: backend.coefficients for name, backend in _BACKENDS.items()}
+FOLD = {name: backend.fold for name, backend in _BACKENDS.items()}
+UPDATE = {name: backend.update for name, backend in _BACKENDS.items()}
+ADVANCE = {name: backend.advance for name, backend in _BACKENDS.items()}
 
 
 class Coefficients(NamedTuple):
@@ -24,6 +26,14 @@ class Coefficients(NamedTuple):
   pre_NxM: Float[Array, "N M"]
   post_NxM: Float[Array, "N M"]
   comb_NxMxM: Float[Array, "N M M"]
+
+
+class Advanced(NamedTuple):
+  """What `advance` leaves: new streams, what the next sublayer reads, and its coefficients."""
+
+  x_NxMxD: Float[Array, "N M D"]
+  u_NxD: Float[Array, "N D"]
+  coefficients: Coefficients
 
 
 def coefficients(
@@ -54,20 +64,8 @@ def coefficients(
 
   Source: arXiv 2609.19969, single-pass mHC.
   """
-  _, streams, width = x_NxMxD.shape
-  mixes = (2 + streams) * streams
-  for name, array, shape in (
-    ("fn_QxP", fn_QxP, (mixes, streams * width)),
-    ("base_Q", base_Q, (mixes,)),
-    ("scale_3", scale_3, (3,)),
-  ):
-    if array.shape != shape:
-      raise ValueError(
-        f"{name}: has shape {array.shape}; must be {shape} for {streams} streams of {width}"
-      )
-  if iters < 1:
-    raise ValueError(f"iters: is {iters}; must be at least 1")
-  run = dispatch.select("hyper_connections.coefficients", backend, _COEFFICIENTS)
+  _check(x_NxMxD, fn_QxP, base_Q, scale_3, iters)
+  run = dispatch.select("hyper_connections.coefficients", backend, COEFFICIENTS)
   return Coefficients(*run(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps))
 
 
@@ -75,7 +73,7 @@ def fold(
   x_NxMxD: Float[Array, "N M D"], pre_NxM: Float[Array, "N M"], *, backend: str = "auto"
 ) -> Float[Array, "N D"]:
   """What a sublayer reads: sum_m pre[m] x[m], summed in float32, in x's dtype."""
-  return dispatch.select("hyper_connections.fold", backend, _FOLD)(x_NxMxD, pre_NxM)
+  return dispatch.select("hyper_connections.fold", backend, FOLD)(x_NxMxD, pre_NxM)
 
 
 def update(
@@ -90,5 +88,65 @@ def update(
 
   The summed axis is comb's first. Computed in float32, in x's dtype.
   """
-  run = dispatch.select("hyper_connections.update", backend, _UPDATE)
+  run = dispatch.select("hyper_connections.update", backend, UPDATE)
   return run(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
+
+
+def advance(
+  x_NxMxD: Float[Array, "N M D"],
+  y_NxD: Float[Array, "N D"],
+  post_NxM: Float[Array, "N M"],
+  comb_NxMxM: Float[Array, "N M M"],
+  pre_NxM: Float[Array, "N M"],
+  fn_QxP: Float[Array, "Q P"],
+  base_Q: Float[Array, "Q"],
+  scale_3: Float[Array, "3"],
+  *,
+  iters: int,
+  eps: float,
+  norm_eps: float,
+  backend: str = "auto",
+) -> Advanced:
+  """From one sublayer to the next: `update`, then `fold` and `coefficients` of the new streams.
+
+  The same as these three, in one pass over the streams where a backend has it.
+
+  Args:
+    y_NxD: what the sublayer returned; post and comb are its coefficients.
+    pre_NxM: the fold for the next sublayer. The other parameters are the next one's, too.
+
+  Raises:
+    ValueError: as `coefficients` does.
+  """
+  _check(x_NxMxD, fn_QxP, base_Q, scale_3, iters)
+  run = dispatch.select("hyper_connections.advance", backend, ADVANCE)
+  x_NxMxD, u_NxD, mixed = run(
+    x_NxMxD,
+    y_NxD,
+    post_NxM,
+    comb_NxMxM,
+    pre_NxM,
+    fn_QxP,
+    base_Q,
+    scale_3,
+    iters,
+    eps,
+    norm_eps,
+  )
+  return Advanced(x_NxMxD, u_NxD, Coefficients(*mixed))
+
+
+def _check(x_NxMxD, fn_QxP, base_Q, scale_3, iters) -> None:
+  _, streams, width = x_NxMxD.shape
+  mixes = (2 + streams) * streams
+  for name, array, shape in (
+    ("fn_QxP", fn_QxP, (mixes, streams * width)),
+    ("base_Q", base_Q, (mixes,)),
+    ("scale_3", scale_3, (3,)),
+  ):
+    if array.shape != shape:
+      raise ValueError(
+        f"{name}: has shape {array.shape}; must be {shape} for {streams} streams of {width}"
+      )
+  if iters < 1:
+    raise ValueError(f"iters: is {iters}; must be at least 1")

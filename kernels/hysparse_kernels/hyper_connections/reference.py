@@ -51,3 +51,21 @@ def update(
   mixed_NxMxD = _einsum("nij,nid->njd", comb_NxMxM, x_NxMxD.astype(jnp.float32))
   added_NxMxD = post_NxM[..., None] * y_NxD.astype(jnp.float32)[:, None]
   return (mixed_NxMxD + added_NxMxD).astype(x_NxMxD.dtype)
+
+
+def advance(
+  x_NxMxD: jax.Array,
+  y_NxD: jax.Array,
+  post_NxM: jax.Array,
+  comb_NxMxM: jax.Array,
+  pre_NxM: jax.Array,
+  fn_QxP: jax.Array,
+  base_Q: jax.Array,
+  scale_3: jax.Array,
+  iters: int,
+  eps: float,
+  norm_eps: float,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+  x_NxMxD = update(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
+  mixed = coefficients(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps)
+  return x_NxMxD, fold(x_NxMxD, pre_NxM), mixed

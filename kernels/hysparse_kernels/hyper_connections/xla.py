@@ -103,7 +103,10 @@ def _fold_forward(x_NxMxD, pre_NxM):
   return fold(x_NxMxD, pre_NxM), (x_NxMxD, pre_NxM)
 
 
-def _fold_backward(saved, du_NxD):
+def fold_backward(
+  saved: tuple[jax.Array, jax.Array], du_NxD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Gradients of the arguments of `fold`, which are `saved`."""
   x_NxMxD, pre_NxM = saved
   du_NxD = du_NxD.astype(jnp.float32)
   dx_NxMxD = pre_NxM[..., None] * du_NxD[:, None]
@@ -111,7 +114,7 @@ def _fold_backward(saved, du_NxD):
   return dx_NxMxD.astype(x_NxMxD.dtype), dpre_NxM.astype(pre_NxM.dtype)
 
 
-fold.defvjp(_fold_forward, _fold_backward)
+fold.defvjp(_fold_forward, fold_backward)
 
 
 @jax.custom_vjp
@@ -127,7 +130,8 @@ def _update_forward(*inputs):
   return update(*inputs), inputs
 
 
-def _update_backward(inputs, dout_NxMxD):
+def update_backward(inputs: tuple[jax.Array, ...], dout_NxMxD: jax.Array) -> tuple[jax.Array, ...]:
+  """Gradients of the arguments of `update`, which are `inputs`."""
   x, y, post_NxM, comb_NxMxM, dout = (a.astype(jnp.float32) for a in (*inputs, dout_NxMxD))
   streams = range(x.shape[1])
   gradients = (
@@ -139,4 +143,22 @@ def _update_backward(inputs, dout_NxMxD):
   return tuple(g.astype(a.dtype) for g, a in zip(gradients, inputs, strict=True))
 
 
-update.defvjp(_update_forward, _update_backward)
+update.defvjp(_update_forward, update_backward)
+
+
+def advance(
+  x_NxMxD: jax.Array,
+  y_NxD: jax.Array,
+  post_NxM: jax.Array,
+  comb_NxMxM: jax.Array,
+  pre_NxM: jax.Array,
+  fn_QxP: jax.Array,
+  base_Q: jax.Array,
+  scale_3: jax.Array,
+  iters: int,
+  eps: float,
+  norm_eps: float,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+  x_NxMxD = update(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
+  mixed = coefficients(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps)
+  return x_NxMxD, fold(x_NxMxD, pre_NxM), mixed

@@ -7,14 +7,19 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int
 
-from hysparse_kernels import dispatch
+from hysparse_kernels import dispatch, triton_launch
 from hysparse_kernels.formats import Stored
-from hysparse_kernels.indexer import reference, xla
+from hysparse_kernels.indexer import pallas_tpu, reference, xla
 from hysparse_kernels.indexer.pool import Pool
 from hysparse_kernels.paged import Paged
 
-_SELECT = {"reference": reference.select, "xla": xla.select}
-_SCORE = {"reference": reference.score_rows, "xla": xla.score_rows}
+SELECT = {
+  "reference": reference.select,
+  "xla": xla.select,
+  "pallas_tpu": pallas_tpu.select,
+  "triton": triton_launch.lazy("indexer", "select"),
+}
+SCORE = {"reference": reference.score_rows, "xla": xla.score_rows}
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +61,7 @@ def select(
 
   Source: arXiv 2609.19969, section 2.3.
   """
-  run = dispatch.select("indexer", backend, _SELECT)
+  run = dispatch.select("indexer", backend, SELECT)
   inputs = jax.lax.stop_gradient((q_BxSxIxD, keys, weights_BxSxI))
   options = (top_k, within, pool_blocks, block_size, released_rounding)
   return Selection(*run(*inputs, lo_BxS, hi_BxS, *options))
@@ -74,5 +79,5 @@ def score_rows(
 
   Differentiable in the queries, plain keys and the weights.
   """
-  run = dispatch.select("score_rows", backend, _SCORE)
+  run = dispatch.select("score_rows", backend, SCORE)
   return run(q_BxSxIxD, keys, weights_BxSxI, rows_BxSxK)

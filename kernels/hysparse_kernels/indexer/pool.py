@@ -55,12 +55,24 @@ def best_blocks(
 
   Source: arXiv 2609.19969, section 2.3.
   """
-  *rows, T = scores_BxSxT.shape
-  n = -(-T // block_size)
-  ranked = rank(scores_BxSxT, visible_BxSxT)
-  pad = [(0, 0)] * len(rows) + [(0, n * block_size - T)]
-  best = jnp.pad(ranked, pad, constant_values=-jnp.inf).reshape(*rows, n, block_size).max(-1)
-  any_visible = visible_BxSxT.any(-1, keepdims=True)
-  newest = any_visible & (jnp.arange(n) == ((hi_BxS - 1) // block_size)[..., None])
-  best = jnp.where(newest, jnp.inf, best)
+  visible = visible_BxSxT.any(-1)
+  newest_BxS = jnp.where(visible, hi_BxS - 1, NONE)
+  best = block_maxima(rank(scores_BxSxT, visible_BxSxT), newest_BxS, block_size)
   return Pool(top_visible(best, best > -jnp.inf, blocks), block_size)
+
+
+def block_maxima(
+  ranked_BxSxT: Float[Array, "B S T"], newest_BxS: Int[Array, "B S"], block_size: int
+) -> Float[Array, "B S n"]:
+  """The best of each block of ranked scores (`selection.rank`), -inf for a block without one.
+
+  The block that holds the newest visible entry has +inf. A `newest` that is not among the T
+  entries, on either side, is in none of their blocks.
+  """
+  *rows, T = ranked_BxSxT.shape
+  n = -(-T // block_size)
+  pad = [(0, 0)] * len(rows) + [(0, n * block_size - T)]
+  padded = jnp.pad(ranked_BxSxT, pad, constant_values=-jnp.inf)
+  best = padded.reshape(*rows, n, block_size).max(-1)
+  holds = jnp.arange(n) == (newest_BxS // block_size)[..., None]
+  return jnp.where(holds, jnp.inf, best)

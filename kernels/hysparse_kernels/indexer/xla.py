@@ -1,30 +1,25 @@
 """Portable backend: query blocks; scores exist for one block of queries at a time.
 
 Inside a block the keys are scored in blocks too, so that [queries, heads, keys] stays in cache and
-[S, T, heads] never exists. With a pool, a block either gathers the pool's keys (when the pool is
-much smaller than the context, so that its cost does not grow with it) or scores everything and
-masks; the rule is static and the result the same.
+[S, T, heads] never exists. With a pool, a block either gathers the pool's keys (when the context is
+several times larger, so that the cost does not grow with it) or scores everything and masks; the
+rule is static and the result the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
-from hysparse_kernels import blocks
+from hysparse_kernels import blocks, tuning
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer.pool import Pool, best_blocks
 from hysparse_kernels.indexer.scores import weighted
 from hysparse_kernels.paged import Paged
 from hysparse_kernels.selection import ascending, rank, span, top_visible
-
-_KEYS = 256
-_SCORE_ELEMENTS = 4 * 1024 * 1024  # [B, queries, T] of a block, in elements
-_GATHER_ELEMENTS = 512 * 1024  # gathered keys of a block, in elements, so that they stay in cache
-_MAX_QUERIES = 128
-# The pool is gathered where the context is this many times larger: a guess, not yet tuned.
-_GATHER_COST = 4
 
 
 def select(
@@ -42,17 +37,17 @@ def select(
   B, S = q_BxSxIxD.shape[:2]
   T = keys.entries
   pool_size = 0 if within is None else within.blocks_BxSxN.shape[-1] * within.block_size
-  gather = within is not None and _GATHER_COST * pool_size < T
+  sizes = _sizes(S)
+  # Queries that gather share no decoded keys: an entry costs more than one that all queries score.
+  gather = within is not None and sizes["pool_ratio"] * pool_size <= T
   width = pool_size if gather else T
-  size = max(1, min(S, _MAX_QUERIES, _SCORE_ELEMENTS // max(1, B * width)))
+  size = max(1, min(S, sizes["queries"], sizes["scores"] // max(1, B * width)))
 
   def block(x):
     if gather:
       pool = Pool(x["blocks"], within.block_size)
       ids_BxQxP = pool.entry_ids()
-      pooled = keys.rows[jnp.maximum(keys.locate(ids_BxQxP), 0)].decode(x["q"].dtype)
-      dots = jax.lax.optimization_barrier(einsum("bqid,bqpd->bqip", x["q"], pooled))
-      scores = weighted(dots, x["weights"], released_rounding)
+      scores = _pool_scores(x["q"], keys, x["weights"], pool, released_rounding)
       visible = (ids_BxQxP >= x["lo"][..., None]) & (ids_BxQxP < x["hi"][..., None])
       best, at = jax.lax.top_k(rank(scores, visible), min(top_k, width))
       rows = jnp.take_along_axis(ids_BxQxP, at, axis=-1)
@@ -75,11 +70,17 @@ def select(
   return result["rows"], Pool(result["pool"], block_size) if pool_blocks else None
 
 
+def _sizes(queries: int) -> Mapping[str, int]:
+  """Entries scored at once ("keys"), queries of a block, and elements of two of its arrays: its
+  scores [B, queries, T], and the keys that it gathers, which should stay in cache."""
+  return tuning.sizes("indexer", "xla", queries=queries)
+
+
 def _all_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, lo, hi, released_rounding) -> jax.Array:
   """[B, Q, T], one key block after another; 0 in blocks where no query sees anything."""
   B, Q = q_BxQxIxD.shape[:2]
   T = keys.entries
-  size = min(_KEYS, T)
+  size = min(_sizes(Q)["keys"], T)
 
   def score(i, scores):
     keys_BxNxD = keys.read(i * size + jnp.arange(size)).decode(q_BxQxIxD.dtype)
@@ -91,6 +92,29 @@ def _all_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, lo, hi, released_rounding
   scores = jnp.zeros((B, Q, blocks.count(T, size) * size), jnp.float32)
   last = blocks.count(jnp.minimum(hi.max(), T), size)
   return jax.lax.fori_loop(lo.min() // size, last, score, scores)[..., :T]
+
+
+def _pool_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, pool: Pool, released_rounding):
+  """[B, Q, P], so many blocks of so many queries at a time that what they gather stays in cache."""
+  B, Q, N = pool.blocks_BxSxN.shape
+  gathered = _sizes(Q)["gathered"]
+  most = max(1, gathered // (B * pool.block_size * keys.rows.shape[-1]))  # blocks
+  width, size = min(most, N), max(1, most // N)
+
+  def score(x):
+    def chunk(blocks_BxQxN):
+      gathered = keys.read_groups(blocks_BxQxN, pool.block_size).decode(x["q"].dtype)
+      keys_BxQxPxD = gathered.reshape(*x["q"].shape[:2], -1, gathered.shape[-1])
+      dots = einsum("bqid,bqpd->bqip", x["q"], keys_BxQxPxD)
+      return weighted(jax.lax.optimization_barrier(dots), x["weights"], released_rounding)
+
+    chunks = blocks.split(x["blocks"].swapaxes(1, 2), width).swapaxes(2, 3)
+    scores = jax.lax.map(chunk, chunks)  # [chunks, B, queries, width * block_size]
+    return jnp.moveaxis(scores, 0, 2).reshape(*x["q"].shape[:2], -1)
+
+  xs = {"q": q_BxQxIxD, "weights": weights_BxQxI, "blocks": pool.blocks_BxSxN}
+  scores = jax.lax.map(score, {name: blocks.split(x, size) for name, x in xs.items()})
+  return blocks.join(scores, Q)[..., : N * pool.block_size]
 
 
 def _pad(rows: jax.Array, width: int) -> jax.Array:
@@ -108,7 +132,8 @@ def score_rows(
 
 def _row_blocks(q, weights, rows, **more) -> dict[str, jax.Array]:
   B, S, K = rows.shape
-  size = max(1, min(S, _MAX_QUERIES, _GATHER_ELEMENTS // max(1, B * K * q.shape[-1])))
+  sizes = _sizes(S)
+  size = max(1, min(S, sizes["queries"], sizes["gathered"] // max(1, B * K * q.shape[-1])))
   xs = {"q": q, "weights": weights, "rows": jnp.maximum(rows, 0)} | more
   return {name: blocks.split(x, size) for name, x in xs.items()}
 

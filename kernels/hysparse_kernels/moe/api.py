@@ -6,9 +6,9 @@ from jaxtyping import Array, Float, Int
 
 from hysparse_kernels import dispatch
 from hysparse_kernels.formats import Quantised
-from hysparse_kernels.moe import reference, xla
+from hysparse_kernels.moe import ragged, reference, xla
 
-_MOE = {"reference": reference.moe, "xla": xla.moe}
+BACKENDS = {"reference": reference.moe, "xla": xla.moe, "ragged_dot": ragged.moe}
 
 
 def moe(
@@ -33,9 +33,9 @@ def moe(
   no expert: it adds nothing and gets no gradient. Products accumulate in float32, the activation
   and its weight are float32 and rounded to x's dtype for w_down, the sum over A is float32.
 
-  Quantised weights are [E, outputs, inputs], the transpose of plain ones. Each expert is decoded
-  where it is used, into x's dtype; the whole is never. A call with them is for inference: the
-  backends made for speed refuse to be differentiated.
+  Quantised weights are [E, outputs, inputs], the transpose of plain ones. They are decoded
+  into x's dtype where they are used: by "xla" one expert at a time, by "ragged_dot" one matrix of
+  the layer at a time. A call with them is for inference: "xla" refuses to be differentiated.
 
   Args:
     weights_NxA: float32 routing weights.
@@ -54,5 +54,5 @@ def moe(
   """
   if limit < 0:
     raise ValueError(f"limit: is {limit}; must be 0 (no clamp) or positive")
-  run = dispatch.select("moe", backend, _MOE)
+  run = dispatch.select("moe", backend, BACKENDS)
   return run(x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down, limit, released_rounding)

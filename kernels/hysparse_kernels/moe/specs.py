@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from hysparse_kernels.formats import quantise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Spec:
   routing: Literal["even", "skewed", "one", "gaps"] = "even"
   x_scale: float = 1.0
   dtype: str = "float32"
+  packed: bool = False  # MXFP4 weights, as the released checkpoint has them (shapes only)
 
   def arguments(self, seed: int = 0) -> dict:
     """The keyword arguments of `moe`."""
@@ -55,6 +60,23 @@ class Spec:
       "limit": self.limit,
     }
 
+  def shapes(self) -> dict:
+    """The same, with shapes in the place of arrays."""
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # noqa: E731
+    N, A, E, D, F = self.tokens, self.active, self.experts, self.width, self.inner
+    matrices = {"w_gate": (E, D, F), "w_up": (E, D, F), "w_down": (E, F, D)}
+    weights = {name: struct(shape, self.dtype) for name, shape in matrices.items()}
+    if self.packed:
+      pack = lambda w: quantise(w.swapaxes(1, 2), "mxfp4")  # noqa: E731
+      weights = {name: jax.eval_shape(pack, w) for name, w in weights.items()}
+    return {
+      "x_NxD": struct((N, D), self.dtype),
+      "ids_NxA": struct((N, A), "int32"),
+      "weights_NxA": struct((N, A), "float32"),
+      **weights,
+      "limit": self.limit,
+    }
+
 
 SPECS = (
   Spec("even"),
@@ -69,4 +91,14 @@ SPECS = (
   Spec("clamped", limit=0.5, x_scale=3.0),
   Spec("no_clamp", limit=0.0, x_scale=3.0),
   Spec("bfloat16", tokens=45, width=32, inner=48, dtype="bfloat16"),
+)
+
+_released = functools.partial(
+  Spec, active=6, experts=384, width=5120, inner=2304, dtype="bfloat16", packed=True
+)
+
+# Sizes of the released model, to compile.
+RELEASED = (
+  _released("released_prefill", tokens=1024),
+  _released("released_decode", tokens=8),
 )

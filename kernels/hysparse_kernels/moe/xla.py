@@ -16,19 +16,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hysparse_kernels import tuning
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import Quantised, fake_quant, round_to
 from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
 from hysparse_kernels.moe.matrices import Weights, matrices
 
-MAX_BLOCK = 128  # rows; what larger ones win, they waste in the last block of each run
-
 
 def block_rows(tokens: int, active: int, experts: int) -> int:
-  """Rows of a block: about the mean run, so that few experts' blocks are mostly empty."""
+  """Rows of a block: about the mean run, so that few experts' blocks are mostly empty.
+
+  What blocks beyond the table's size win, they waste in the last block of each run.
+  """
+  most = tuning.sizes("moe", "xla", tokens=tokens)["rows"]
   mean = max(1, tokens * active // experts)
-  return min(MAX_BLOCK, max(1 << (mean - 1).bit_length(), min(tokens, 4)))
+  return min(most, max(1 << (mean - 1).bit_length(), min(tokens, 4)))
 
 
 class Plan(NamedTuple):
@@ -94,7 +97,7 @@ def moe(
 ) -> jax.Array:
   plan = make_plan(ids_NxA, w_gate.shape[0])
   token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
-  rounding = _Rounding(x_NxD.dtype, released_rounding)
+  rounding = Rounding(x_NxD.dtype, released_rounding)
   x_NxD = rounding.input(x_NxD)
 
   def block(i, y_RxD):
@@ -111,7 +114,7 @@ def moe(
   return plan.gather(y_RxD).sum(1)
 
 
-class _Rounding(NamedTuple):
+class Rounding(NamedTuple):
   """What happens to the inputs and the float32 outputs of an expert's matrices."""
 
   dtype: jnp.dtype
@@ -140,7 +143,7 @@ def _backward(limit, released_rounding, inputs, dy_NxD):
   x_NxD, ids_NxA, weights_NxA, gates_ExDxF, ups_ExDxF, downs_ExFxD = inputs
   plan = make_plan(ids_NxA, gates_ExDxF.shape[0])
   token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
-  rounding = _Rounding(x_NxD.dtype, released_rounding)
+  rounding = Rounding(x_NxD.dtype, released_rounding)
   x_NxD = rounding.input(x_NxD)
   dy_NxD = dy_NxD.astype(x_NxD.dtype)
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from hysparse_kernels import dispatch
-from hysparse_kernels.sparse_attention import reference, xla
+from hysparse_kernels import dispatch, triton_launch
+from hysparse_kernels.sparse_attention import pallas_gpu, pallas_tpu, reference, xla
 from hysparse_kernels.sparse_attention.view import Attended, View
 
-_BACKENDS = {"reference": reference.sparse_attention, "xla": xla.sparse_attention}
+BACKENDS = {
+  "reference": reference.sparse_attention,
+  "xla": xla.sparse_attention,
+  "pallas_tpu": pallas_tpu.sparse_attention,
+  "pallas_gpu": pallas_gpu.sparse_attention,
+  "triton": triton_launch.lazy("sparse_attention", "sparse_attention"),
+}
 
 
 def sparse_attention(
@@ -37,9 +43,9 @@ def sparse_attention(
     view: the keys, see `View`.
     sink_H: sink logits, float32.
     scale: factor on the scores, released: C^-0.5.
-    backend: "auto", "reference" or "xla".
+    backend: "auto" or a name of `BACKENDS`.
 
   Source: arXiv 2609.19969, section 2.2.
   """
-  run = dispatch.select("sparse_attention", backend, _BACKENDS)
+  run = dispatch.select("sparse_attention", backend, BACKENDS)
   return run(q_BxSxHxC, positions_BxS, view, sink_H, scale)

@@ -38,15 +38,21 @@ class View:
   width: int = dataclasses.field(default=1, metadata={"static": True})
 
 
+def dtype_of(rows: Stored, dtype: jnp.dtype) -> jnp.dtype:
+  """The dtype of rows for queries of this one: the same, or a narrower one that they have."""
+  if rows.format != "plain":
+    return jnp.dtype(dtype)
+  return min(jnp.dtype(dtype), rows.parts["values"].dtype, key=lambda dtype: dtype.itemsize)
+
+
 def read(rows: Stored, there: Bool[Array, "*rows"], dtype: jnp.dtype) -> Float[Array, "*rows C"]:
-  """Values of rows for queries of this dtype: in it, or in a narrower one that they have.
+  """Values of rows for queries of this dtype, see `dtype_of`.
 
   Of stored rows those that are not there become 0: they may be another sequence's, and 0 times a
   NaN of theirs would be NaN. (Plain rows are all one caller's, and copying them takes time.)
   """
   if rows.format == "plain":
-    values = rows.parts["values"]
-    return values if values.dtype.itemsize < jnp.dtype(dtype).itemsize else values.astype(dtype)
+    return rows.parts["values"].astype(dtype_of(rows, dtype))
   return jnp.where(there[..., None], rows.decode(dtype), 0)
 
 

@@ -14,40 +14,40 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hysparse_kernels import blocks
+from hysparse_kernels import blocks, tuning
 from hysparse_kernels.compat import einsum
-from hysparse_kernels.formats import Stored, round_to
+from hysparse_kernels.formats import round_to
 from hysparse_kernels.sparse_attention.softmax import Offsets, offsets
 from hysparse_kernels.sparse_attention.view import Attended, View, read
-
-# Gathered entries of a block, in elements: about 2 MB of float32, so that they stay in cache.
-_GATHER_ELEMENTS = 512 * 1024
-_MAX_BLOCK, _MIN_BLOCK = 64, 4
 
 
 def sparse_attention(
   q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
 ) -> Attended:
-  values = read(view.window, view.tags_BxP >= 0, q_BxSxHxC.dtype)
-  window = Stored.plain(values)  # hardly longer than the call
-  view = dataclasses.replace(view, window=window)
-  out, lse, mass = _attend(scale, q_BxSxHxC, positions_BxS, view, sink_H)
-  return Attended(out, lse, mass)
+  return Attended(*_attend(scale, q_BxSxHxC, positions_BxS, view, sink_H))
 
 
-def _block_size(q_BxSxHxC: jax.Array, view: View) -> int:
+def block_size(q_BxSxHxC: jax.Array, view: View) -> int:
+  """Queries of a block: so many that what they gather stays in cache."""
   batch, length, _, channels = q_BxSxHxC.shape
-  size = _MAX_BLOCK
+  sizes = tuning.sizes("sparse_attention", "xla", queries=length)
+  size = sizes["most_queries"]
   if view.rows_BxSxK is not None:
     per_query = max(1, batch * view.rows_BxSxK.shape[-1] * channels)
-    size = max(_MIN_BLOCK, min(size, _GATHER_ELEMENTS // per_query))
+    size = max(sizes["least_queries"], min(size, sizes["gathered"] // per_query))
   return min(size, length)
 
 
-def _slabs(view: View, length: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _window(view: View, dtype: jnp.dtype) -> jax.Array:
+  """All window rows decoded: hardly longer than the call."""
+  return read(view.window, view.tags_BxP >= 0, dtype)
+
+
+def _slabs(
+  window_BxPxC: jax.Array, view: View, length: int, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Window rows and tags with at least W - 1 in front, and the first slab row of each block."""
   n = blocks.count(length, size)
-  window_BxPxC = view.window.parts["values"]
   before = window_BxPxC.shape[1] - length
   front, back = _front(view, length), n * size - length
   rows = jnp.pad(window_BxPxC, ((0, 0), (front, back), (0, 0)))
@@ -60,8 +60,8 @@ def _front(view: View, length: int) -> int:
   return max(0, view.width - 1 - (view.window.shape[1] - length))
 
 
-def _inputs(q, positions, view: View, size: int) -> dict[str, jax.Array]:
-  """What the loop runs over, cut into query blocks."""
+def inputs(q: jax.Array, positions: jax.Array, view: View, size: int) -> dict[str, jax.Array]:
+  """What a loop runs over, cut into query blocks."""
   xs = {"q": blocks.split(q, size), "positions": blocks.split(positions, size, fill=-1)}
   if view.rows_BxSxK is not None:
     xs["rows"] = blocks.split(view.rows_BxSxK, size, fill=-1)
@@ -79,14 +79,21 @@ def _block_scores(x, slab_BxLxC, tags_BxL, view: View, scale: float):
   )
   near = einsum("bqhc,blc->bqhl", q_BxQxHxC, slab_BxLxC) * scale
   near = jnp.where(visible_BxQxL[:, :, None], near, -jnp.inf)
+  return near, *selected_scores(x, view, scale)
+
+
+def selected_scores(
+  x: dict[str, jax.Array], view: View, scale: float
+) -> tuple[jax.Array | None, jax.Array | None]:
+  """Masked scores of one block against its selected entries, and those; None without entries."""
   if view.rows_BxSxK is None:
-    return near, None, None
-  rows_BxQxK = x["rows"]
+    return None, None
+  q_BxQxHxC, positions_BxQ, rows_BxQxK = x["q"], x["positions"], x["rows"]
   chosen = view.entries[jnp.maximum(rows_BxQxK, 0)]
   chosen_BxQxKxC = read(chosen, rows_BxQxK >= 0, q_BxQxHxC.dtype)
   far = einsum("bqhc,bqkc->bqhk", q_BxQxHxC, chosen_BxQxKxC) * scale
   selected_BxQxK = (rows_BxQxK >= 0) & (positions_BxQ[..., None] >= 0)
-  return near, jnp.where(selected_BxQxK[:, :, None], far, -jnp.inf), chosen_BxQxKxC
+  return jnp.where(selected_BxQxK[:, :, None], far, -jnp.inf), chosen_BxQxKxC
 
 
 def _offsets(near: jax.Array, far: jax.Array | None, sink_H: jax.Array) -> Offsets:
@@ -105,8 +112,8 @@ def _attend(scale, q, positions, view, sink):
 
 
 def _forward(scale, q, positions, view: View, sink):
-  length, size = q.shape[1], _block_size(q, view)
-  rows, tags, starts = _slabs(view, length, size)
+  length, size = q.shape[1], block_size(q, view)
+  rows, tags, starts = _slabs(_window(view, q.dtype), view, length, size)
   slab = size + view.width - 1
 
   def block(x):
@@ -129,17 +136,28 @@ def _forward(scale, q, positions, view: View, sink):
       result["mass"] = (p_far * share).sum(2)
     return result
 
-  xs = _inputs(q, positions, view, size) | {"start": starts}
+  xs = inputs(q, positions, view, size) | {"start": starts}
   result = {k: blocks.join(v, length) for k, v in jax.lax.map(block, xs).items()}
   out, lse = result["out"], result["lse"]
   return (out, lse, result.get("mass")), (q, positions, view, sink, out, lse)
 
 
-def _backward(scale, saved, gradients):
+def backward(scale: float, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:
+  """The backward pass of every backend.
+
+  Args:
+    saved: (q, positions, view, sink, out, lse) of the forward pass.
+    gradients: of out and of lse.
+
+  Returns:
+    Gradients of the first four of `saved`.
+  """
   q, positions, view, sink, out, lse = saved
-  d_out, d_lse, _ = gradients
-  length, size = q.shape[1], _block_size(q, view)
-  rows, tags, starts = _slabs(view, length, size)
+  d_out, d_lse = gradients
+  length, size = q.shape[1], block_size(q, view)
+  read_window = lambda window: _window(dataclasses.replace(view, window=window), q.dtype)  # noqa: E731
+  window_BxPxC, window_gradient = jax.vjp(read_window, view.window)
+  rows, tags, starts = _slabs(window_BxPxC, view, length, size)
   slab = size + view.width - 1
   # Softmax backward: dscore = p * (dp - pull), with pull = sum(dout * out) - dlse.
   pull = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
@@ -174,7 +192,7 @@ def _backward(scale, saved, gradients):
     d_sink -= (jnp.exp(sink - x["lse"]) * x["pull"] * x["real"][..., None]).sum((0, 1))
     return (d_rows, d_entries, d_sink), d_q
 
-  xs = _inputs(q, positions, view, size)
+  xs = inputs(q, positions, view, size)
   xs |= {
     "start": starts,
     "d_out": blocks.split(d_out, size),
@@ -191,13 +209,18 @@ def _backward(scale, saved, gradients):
   (d_rows, d_entries, d_sink), d_q = jax.lax.scan(block, carry, xs)
   d_window = d_rows[:, _front(view, length) :][:, : view.window.shape[1]]
   d_view = View(
-    window=view.window.with_gradient(d_window),
+    window=window_gradient(d_window.astype(window_BxPxC.dtype))[0],
     tags_BxP=None,
     entries=None if entries is None else entries.with_gradient(d_entries),
     rows_BxSxK=None,
     width=view.width,
   )
   return blocks.join(d_q, length).astype(q.dtype), None, d_view, d_sink.astype(sink.dtype)
+
+
+def _backward(scale, saved, gradients):
+  d_out, d_lse, _ = gradients  # the mass has none
+  return backward(scale, saved, (d_out, d_lse))
 
 
 _attend.defvjp(_forward, _backward)

@@ -1,0 +1,129 @@
+"""Measures block sizes on the device at hand and writes the best ones into the tuning tables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from hysparse_kernels import compat, dispatch, tuning
+from hysparse_kernels.catalogue import OPERATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Winner:
+  """The fastest candidate for the calls that meet one row of a table.
+
+  Attributes:
+    row: the row as it is in the table.
+    seconds: medians, summed over the specs that meet the row, by candidate; None: cannot run.
+  """
+
+  op: str
+  backend: str
+  row: Mapping[str, Any]
+  specs: tuple[str, ...]
+  seconds: tuple[tuple[Mapping[str, int], float | None], ...]
+
+  @property
+  def sizes(self) -> Mapping[str, int]:
+    return min((pair for pair in self.seconds if pair[1] is not None), key=lambda pair: pair[1])[0]
+
+  def __str__(self) -> str:
+    lines = [f"{self.op} {self.backend} upto {self.row.get('upto', {})}: {', '.join(self.specs)}"]
+    for sizes, seconds in self.seconds:
+      time_ms = "cannot run" if seconds is None else f"{1e3 * seconds:10.3f} ms"
+      lines.append(f"  {time_ms} {'*' if sizes == self.sizes else ' '} {json.dumps(sizes)}")
+    return "\n".join(lines)
+
+  def write(self) -> None:
+    """Puts a row for this kind of device in front of the one that the calls met."""
+    table = tuning.table(self.op)
+    rows, kind = table[self.backend]["rows"], compat.device_kind().lower()
+    row = {**self.row, "device": kind, "sizes": dict(self.sizes)}
+    at = rows.index(self.row)
+    rows[at : at + (self.row["device"] == kind)] = [row]
+    tuning.path(self.op).write_text(_text(table), encoding="utf-8")
+
+
+def _text(table: Mapping[str, Mapping[str, Any]]) -> str:
+  """JSON with a line for each row."""
+  backends = []
+  for backend, entry in table.items():
+    lists = [
+      f'  "{kind}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in rows) + "\n  ]"
+      for kind, rows in entry.items()
+    ]
+    backends.append(f' "{backend}": {{\n' + ",\n".join(lists) + "\n }")
+  return "{\n" + ",\n".join(backends) + "\n}\n"
+
+
+def backends_here(op: str) -> list[str]:
+  """Backends with a table that run on the present platform."""
+  own = dispatch.RUNS_ON
+  here = compat.platform()
+  return [b for b in tuning.table(op) if own.get(b, here) == here] if tuning.has_table(op) else []
+
+
+def tune(op: str, backend: str, rounds: int = 5) -> Iterator[Winner]:
+  """Times all candidates on the released specs, row by row of the table.
+
+  Raises:
+    LookupError: no table for this operation or backend.
+    BackendError: a backend that cannot run here.
+  """
+  if not tuning.has_table(op) or backend not in tuning.table(op):
+    raise LookupError(f"{op}: has no tuning table for backend '{backend}'")
+  operation = OPERATIONS[op]
+  dispatch.select(op, backend, operation.backends)
+  met: dict[int, list] = {}
+  for spec in operation.released:
+    arrays, rest = split(spec.shapes())
+    with tuning.recorded() as asked:
+      jax.eval_shape(lambda a, rest=rest: operation.call(a | rest, backend), arrays)
+    for row in [row for name, row in asked if name == (op, backend)][:1]:
+      met.setdefault(tuning.table(op)[backend]["rows"].index(row), []).append(spec)
+  for index, specs in sorted(met.items()):
+    row = tuning.table(op)[backend]["rows"][index]
+    candidates = [row["sizes"], *tuning.table(op)[backend]["candidates"]]
+    candidates = [c for i, c in enumerate(candidates) if c not in candidates[:i]]
+    totals = [0.0 if c else None for c in candidates]
+    for spec in specs:
+      for i, seconds in enumerate(_seconds(op, backend, spec, candidates, rounds)):
+        totals[i] = None if seconds is None or totals[i] is None else totals[i] + seconds
+    names = tuple(spec.name for spec in specs)
+    yield Winner(op, backend, row, names, tuple(zip(candidates, totals, strict=True)))
+
+
+def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Arguments that hold arrays (or their shapes), and the others."""
+  is_data = lambda value: any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(value))  # noqa: E731
+  arrays = {name: value for name, value in arguments.items() if is_data(value)}
+  return arrays, {name: value for name, value in arguments.items() if name not in arrays}
+
+
+def _seconds(op: str, backend: str, spec, candidates: list, rounds: int) -> list[float | None]:
+  """Median seconds of each candidate in alternating rounds."""
+  arrays, rest = split(spec.arguments())
+  operation, calls = OPERATIONS[op], []
+  for sizes in candidates:
+    call = jax.jit(lambda a: operation.call(a | rest, backend))
+    with tuning.using(op, backend, sizes), contextlib.suppress(jax.errors.JaxRuntimeError):
+      jax.block_until_ready(call(arrays))
+      calls.append(call)
+      continue
+    calls.append(None)
+  seconds: list[list[float]] = [[] for _ in calls]
+  for _ in range(rounds):
+    for call, times in zip(calls, seconds, strict=True):
+      if call is not None:
+        start = time.perf_counter()
+        jax.block_until_ready(call(arrays))
+        times.append(time.perf_counter() - start)
+  return [statistics.median(times) if times else None for times in seconds]
