@@ -386,6 +386,36 @@ MUTANTS = (
     "sparse_attention-pallas_gpu-one_token-gpu]",
   ),
   Mutant(
+    "the running top-k puts the next chunk before what it has",
+    f"{KERNELS}/indexer/running.py",
+    "both = jnp.concatenate([self.scores_BxQxK, scores_BxQxN], axis=-1)\n"
+    "    ids = jnp.concatenate([self.ids_BxQxK, jnp.broadcast_to(ids_N, scores_BxQxN.shape)],",
+    "both = jnp.concatenate([scores_BxQxN, self.scores_BxQxK], axis=-1)\n"
+    "    ids = jnp.concatenate([jnp.broadcast_to(ids_N, scores_BxQxN.shape), self.ids_BxQxK],",
+    "tests/kernels/test_indexer.py::test_a_running_top_k_over_chunks_selects_the_same",
+  ),
+  Mutant(
+    "a pool's blocks are read from the sequence's first one on",
+    f"{KERNELS}/paged.py",
+    "at = jnp.maximum(first, 0) // size",
+    "at = jnp.maximum(groups, 0)",
+    "tests/kernels/test_paged.py::test_groups_are_the_rows_of_their_entries",
+  ),
+  Mutant(
+    "choices that are no expert are left to the grouped product",
+    f"{KERNELS}/moe/ragged.py",
+    "return jnp.where(used_NxA[..., None], y_NxAxD, 0).sum(1)",
+    "return y_NxAxD.sum(1) + jnp.where(used_NxA, 0, weights_NxA).sum(1)[:, None]",
+    "tests/kernels/test_moe.py::test_an_id_that_is_no_expert_never_indexes",
+  ),
+  Mutant(
+    "a sequence that comes back has the ring tags of its first window",
+    "hysparse/cache/records.py",
+    "newest = record.tokens - 1 - (record.tokens - 1 - jnp.arange(W)) % W",
+    "newest = jnp.arange(W)",
+    "tests/cache/test_records.py::test_a_sequence_continues_in_another_cache",
+  ),
+  Mutant(
     "an interrupted engine keeps a cache that is used up",
     "hysparse/inference/engine.py",
     "used_up = any(x.is_deleted() for x in jax.tree.leaves(self._cache))",

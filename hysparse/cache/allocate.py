@@ -103,9 +103,10 @@ def allocate(
   cache = assemble(model, described, precision, blocks, made)
   if pool_tokens is not None:
     return cache
-  table = cache.pages.table_BxJ
   own = jnp.arange(batch * each, dtype=jnp.int32).reshape(batch, each)
-  pages = dataclasses.replace(cache.pages, table_BxJ=jax.device_put(own, table.sharding))
+  if placement is not None:
+    own = jax.device_put(own, placement.of("batch", "rows"))
+  pages = dataclasses.replace(cache.pages, table_BxJ=own)
   return dataclasses.replace(cache, pages=pages)
 
 

@@ -32,6 +32,7 @@ class Operation:
     compiled: names of small specs that are compiled without a device, too.
     trained: names of specs whose gradient is.
     exact: all backends give the bits of the reference.
+    timed: names of released specs that benchmarks and tuning run, too.
   """
 
   call: Callable[[Mapping[str, Any], str], Any]
@@ -41,6 +42,7 @@ class Operation:
   compiled: tuple[str, ...] = ("odd_sizes", "one_token")
   trained: tuple[str, ...] = ()
   exact: bool = False
+  timed: tuple[str, ...] = ("released_prefill", "released_decode")
 
 
 def _by_keywords(function: Callable) -> Callable:
@@ -77,6 +79,7 @@ OPERATIONS = {
     indexer_api.SELECT,
     released=indexer_specs.RELEASED,
     compiled=("odd_sizes", "one_token", "paged_one_token", "within"),
+    timed=("released_prefill", "released_decode", "released_within"),
   ),
   "fp4": Operation(
     fp4_specs.call, fp4_specs.SPECS, fp4_api.PACK, released=fp4_specs.RELEASED, exact=True
@@ -95,6 +98,7 @@ OPERATIONS = {
     moe_specs.SPECS,
     moe_api.BACKENDS,
     released=moe_specs.RELEASED,
+    timed=("released_layer",),
     trained=("bfloat16",),
   ),
 }

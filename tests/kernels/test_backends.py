@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hysparse_kernels import compat
 from hysparse_kernels.catalogue import OPERATIONS
+from hysparse_kernels.tuner import split
 
 # A few hundred float32 products, in another order, of values around 1.
 TOLERANCE = 5e-6
@@ -18,19 +19,23 @@ TOLERANCE = 5e-6
 BFLOAT16_TOLERANCE = 2**-7
 
 PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+# Of the specs, these are run every day; all are lowered every day.
+EVERY_DAY = ("odd_sizes", "one_token", "packed_one_token", "paged", "ties", "fp8", "bfloat16")
 
 
-def cases(platforms):
-  return list(_cases(platforms))
+def cases(platforms, every_day=None):
+  return list(_cases(platforms, every_day))
 
 
-def _cases(platforms):
+def _cases(platforms, every_day):
   for name, op in OPERATIONS.items():
     for backend in op.backends:
       for platform in platforms(backend):
         for spec in op.specs:
           label = f"{name}-{backend}-{spec.name}-{platform}"
-          yield pytest.param(name, backend, platform, spec, id=label)
+          slow = every_day is not None and spec.name not in every_day
+          marks = pytest.mark.slow if slow else ()
+          yield pytest.param(name, backend, platform, spec, id=label, marks=marks)
 
 
 def own_platform(backend):
@@ -38,21 +43,18 @@ def own_platform(backend):
 
 
 def lowered_for(backend):
-  return ["tpu", "gpu"] if backend == "xla" else own_platform(backend)
+  return ["tpu", "gpu"] if backend in ("xla", "ragged_dot") else own_platform(backend)
 
 
-def separated(name, backend, spec):
-  """A call as a function of its arrays, and the arrays."""
-  arrays, rest = {}, {}
-  for key, value in spec.arguments().items():
-    is_data = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-    (arrays if is_data else rest)[key] = value
+def separated(name, backend, arguments):
+  """A call as a function of its arrays, and the arrays or their shapes."""
+  arrays, rest = split(arguments)
   return lambda arrays: OPERATIONS[name].call(arrays | rest, backend), arrays
 
 
 @functools.cache
 def reference(name, spec):
-  call, arrays = separated(name, "reference", spec)
+  call, arrays = separated(name, "reference", spec.arguments())
   return jax.jit(call)(arrays)
 
 
@@ -80,9 +82,9 @@ def same(got, want):
   np.testing.assert_array_equal(got.view(bits)[~nan], want.view(bits)[~nan])
 
 
-@pytest.mark.parametrize(("name", "backend", "platform", "spec"), cases(own_platform))
+@pytest.mark.parametrize(("name", "backend", "platform", "spec"), cases(own_platform, EVERY_DAY))
 def test_a_kernel_equals_the_reference(name, backend, platform, spec):
-  call, arrays = separated(name, backend, spec)
+  call, arrays = separated(name, backend, spec.arguments())
   with compat.target(platform, interpret=True):
     got = jax.jit(call)(arrays)
   jax.tree.map(same if OPERATIONS[name].exact else close, got, reference(name, spec))
@@ -90,5 +92,5 @@ def test_a_kernel_equals_the_reference(name, backend, platform, spec):
 
 @pytest.mark.parametrize(("name", "backend", "platform", "spec"), cases(lowered_for))
 def test_it_lowers(name, backend, platform, spec):
-  call, arrays = separated(name, backend, spec)
+  call, arrays = separated(name, backend, spec.shapes())
   assert compat.lower(call, arrays, platform=platform).as_text()

@@ -214,7 +214,7 @@ def test_quantised_experts_equal_their_dequantised_weights(name, backend):
   assert np.abs(want).max() > 0.1
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@every
 def test_only_experts_that_are_used_are_decoded(backend):
   spec = spec_named("empty_experts")
   arguments, _ = quantised(spec.arguments())

@@ -145,3 +145,20 @@ def test_packed_rows_are_moved_as_they_are():
   for name, part in rows.parts.items():
     np.testing.assert_array_equal(read.parts[name], part)
   np.testing.assert_array_equal(values[:, :WIDTH], decoded)
+
+
+def test_groups_are_the_rows_of_their_entries():
+  """In one piece where blocks hold whole groups, entry by entry where they cut them."""
+  table = jnp.asarray([[3, 1, -1, 5], [0, -1, 2, 4]], jnp.int32)
+  values = jnp.arange(48, dtype=jnp.float32).reshape(24, 2)
+  paged = Paged(Stored.plain(values), table, 4)
+  for size in (1, 2, 4, 3):
+    last = paged.entries // size
+    groups = jnp.asarray([[0, last - 1, 1], [last - 1, 0, 1]], jnp.int32)
+    ids = (groups[..., None] * size + jnp.arange(size)).reshape(2, -1)
+    there = np.asarray(paged.locate(ids)).reshape(2, 3, size)
+    got = np.asarray(paged.read_groups(groups, size).decode())
+    assert got.shape == (2, 3, size, 2) and (there >= 0).any()
+    np.testing.assert_array_equal(got[there >= 0], np.asarray(values)[there[there >= 0]])
+  none = paged.read_groups(jnp.full((2, 1), -1, jnp.int32), 4)
+  assert none.shape == (2, 1, 4, 2)

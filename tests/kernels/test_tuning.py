@@ -94,7 +94,9 @@ def test_candidates_are_timed_by_the_rows_that_calls_meet(own_table, monkeypatch
     return arguments["x"] * arguments["scale"]
 
   specs = (Spec("decode", 4), Spec("prefill", 32), Spec("longer", 64))
-  stand_in = Operation(call, (), {"xla": call}, released=specs)
+  stand_in = Operation(
+    call, (), {"xla": call}, released=specs, timed=("decode", "prefill", "longer")
+  )
   monkeypatch.setitem(tuner.OPERATIONS, "moe", stand_in)
   small, large = tuner.tune("moe", "xla", rounds=1)
   assert (small.specs, large.specs) == (("decode",), ("prefill", "longer"))

@@ -33,9 +33,9 @@ def moe(
   no expert: it adds nothing and gets no gradient. Products accumulate in float32, the activation
   and its weight are float32 and rounded to x's dtype for w_down, the sum over A is float32.
 
-  Quantised weights are [E, outputs, inputs], the transpose of plain ones. They are decoded
-  into x's dtype where they are used: by "xla" one expert at a time, by "ragged_dot" one matrix of
-  the layer at a time. A call with them is for inference: "xla" refuses to be differentiated.
+  Quantised weights are [E, outputs, inputs], the transpose of plain ones. Each expert is decoded
+  where it is used, into x's dtype; the whole is never. A call with them is for inference: the
+  backends made for speed refuse to be differentiated.
 
   Args:
     weights_NxA: float32 routing weights.

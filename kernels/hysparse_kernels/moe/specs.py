@@ -101,4 +101,6 @@ _released = functools.partial(
 RELEASED = (
   _released("released_prefill", tokens=1024),
   _released("released_decode", tokens=8),
+  # As wide, with few experts and plain weights: small enough to run.
+  _released("released_layer", tokens=4096, experts=16, packed=False),
 )

@@ -133,7 +133,7 @@ def _forward(scale, q, positions, view: View, sink):
     share = (top.fade / total)[..., None]  # makes probabilities of p
     result = {"out": (values * share).astype(q.dtype), "lse": top.all + jnp.log(total)}
     if far is not None:
-      result["mass"] = (p_far * share).sum(2)
+      result["mass"] = einsum("bqhk,bqh->bqk", p_far, share[..., 0])
     return result
 
   xs = inputs(q, positions, view, size) | {"start": starts}
