@@ -131,8 +131,8 @@ MUTANTS = (
   Mutant(
     "the newest block is not pinned in the pool",
     f"{KERNELS}/indexer/pool.py",
-    "best = jnp.where(newest, jnp.inf, best)",
-    "best = jnp.where(newest, best, best)",
+    "return jnp.where(holds, jnp.inf, best)",
+    "return best",
     "tests/kernels/test_indexer.py::test_selection_and_pool_equal_a_stable_sort",
   ),
   Mutant(

@@ -280,7 +280,7 @@ def test_columns_of_comb_are_what_keeps_equal_streams(backend):
 # --- All in one pass -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["streams", "bfloat16"])
 def test_advancing_and_its_gradients_equal_the_three_parts(name, backend):
   spec = next(s for s in SPECS if s.name == name)

@@ -191,12 +191,16 @@ def score_plainly(q, keys, weights, first, count):
   return jnp.where(ids < keys.entries, weighted(dots, weights), jnp.nan)
 
 
+def first_every_day(specs):
+  return [pytest.param(s, marks=[pytest.mark.slow] if i else []) for i, s in enumerate(specs)]
+
+
 RUNNING = [s for s in SPECS if s.name in ("ties", "documents", "all_hidden", "many_keys", "paged")]
 RUNNING += [s for s in SPECS if s.within]
 
 
 @pytest.mark.parametrize("ratio", [0, 1000], ids=["pool_read", "pool_masked"])
-@pytest.mark.parametrize("spec", RUNNING, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", first_every_day(RUNNING), ids=lambda spec: spec.name)
 def test_a_running_top_k_over_chunks_selects_the_same(spec, ratio):
   arguments = spec.arguments()
   want = select(**arguments, backend="reference")
@@ -229,7 +233,7 @@ BLOCKED = (
 )
 
 
-@pytest.mark.parametrize("spec", BLOCKED, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", first_every_day(BLOCKED), ids=lambda spec: spec.name)
 def test_a_kernel_of_many_blocks_selects_the_same(spec):
   arguments = spec.arguments()
   arrays = {k: v for k, v in arguments.items() if not isinstance(v, int)}

@@ -52,6 +52,11 @@ by_name = pytest.mark.parametrize(
 )
 
 
+with_kernel = pytest.mark.parametrize(
+  "backend", ["reference", "xla", pytest.param("pallas_tpu", marks=pytest.mark.slow)]
+)
+
+
 def close(a, b, tolerance):
   a, b = np.asarray(a), np.asarray(b)
   if b.dtype == jnp.bfloat16:
@@ -70,7 +75,7 @@ def test_xla_equals_the_reference(spec):
     close(got.mass_BxSxK, want.mass_BxSxK, FORWARD_TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "xla"])
 def test_packed_rows_equal_fake_quantised_ones(backend):
   for spec in (spec for spec in SPECS if spec.main_kv in ("fp4", "mxfp4")):
     packed = spec.arguments()
@@ -154,7 +159,7 @@ def test_the_reference_equals_float64_numpy():
     np.testing.assert_allclose(result.out_BxSxHxC[b, s, h], want, atol=FORWARD_TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@with_kernel
 def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
   arguments = Spec("stale", queries=1, before=20, window=8, top_k=0).arguments()
   view = arguments["view"]
@@ -170,7 +175,7 @@ def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
   assert (out(poison, view.tags_BxP) != out(window, view.tags_BxP)).any()
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@with_kernel
 def test_a_query_without_keys_gives_zeros(backend):
   arguments = Spec("blind", queries=6).arguments()
   arguments["positions_BxS"] = jnp.full_like(arguments["positions_BxS"], -1)
@@ -187,7 +192,7 @@ def in_bfloat16(arguments):
   return arguments | {"view": dataclasses.replace(view, **keys)}
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@with_kernel
 def test_probabilities_are_rounded_for_the_product_alone(backend):
   """Relative to the largest score of the keys; the denominator sums them unrounded."""
   spec = Spec("rounded", queries=12, heads=3, window=4, top_k=5)
@@ -279,7 +284,7 @@ def test_memory_grows_with_the_selection_and_not_with_the_square():
   assert large < 4.5 * small  # four times the tokens; the square would be sixteen
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
+@with_kernel
 def test_a_nan_that_nobody_selects_reaches_nobody(backend):
   """Places without an entry read some row of the pool, which belongs to another sequence."""
   spec = Spec("shared_pool", batch=2, queries=6, before=10, window=4, ratio=4, top_k=5)
