@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
       for backend in backends:
         for winner in tuner.tune(op, backend, _ROUNDS.value):
           print(winner, flush=True)
-          if _WRITE.value:
+          if _WRITE.value and winner.sizes:
             winner.write()
     except (BackendError, LookupError) as error:
       sys.exit(f"scripts/tune.py: {error}")

@@ -1,4 +1,4 @@
-# Sourced by demo.sh and test.sh: a virtual environment in .venv with this project installed.
+# Sourced by scripts that need a virtual environment.
 
 # The first Python that the project supports; $PYTHON overrides it.
 find_python() {
@@ -14,14 +14,20 @@ find_python() {
   return 1
 }
 
+# Makes the virtual environment $1 if there is none.
+make_venv() {
+  local python
+  if [ ! -x "$1/bin/python" ]; then
+    python=$(find_python)
+    echo "making $1 with $("$python" --version)"
+    "$python" -m venv "$1"
+  fi
+}
+
 # Makes .venv if there is none and installs $1 (for example '.[dev]') unless nothing has changed.
 install_into_venv() {
-  local stamp python
-  if [ ! -x .venv/bin/python ]; then
-    python=$(find_python)
-    echo "making .venv with $("$python" --version)"
-    "$python" -m venv .venv
-  fi
+  local stamp
+  make_venv .venv
   stamp=".venv/.installed-$(printf '%s' "$1" | tr -c 'a-z\n' '-')"
   if [ ! "$stamp" -nt setup.py ]; then
     echo "installing $1"

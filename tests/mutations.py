@@ -411,8 +411,8 @@ MUTANTS = (
   Mutant(
     "a sequence that comes back has the ring tags of its first window",
     "hysparse/cache/records.py",
-    "newest = record.tokens - 1 - (record.tokens - 1 - jnp.arange(W)) % W",
-    "newest = jnp.arange(W)",
+    "newest = record.tokens - 1 - (record.tokens - 1 - np.arange(W)) % W",
+    "newest = np.arange(W)",
     "tests/cache/test_records.py::test_a_sequence_continues_in_another_cache",
   ),
   Mutant(

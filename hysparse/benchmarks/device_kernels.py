@@ -15,10 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hysparse_kernels import compat, dispatch
-from hysparse_kernels.catalogue import OPERATIONS, Operation
-from hysparse_kernels.dispatch import BackendError, Lazy
-from hysparse_kernels.tuner import split
+from hysparse_kernels import dispatch
+from hysparse_kernels.catalogue import OPERATIONS, Operation, separated
 
 from hysparse.benchmarks.timing import interleaved
 
@@ -88,33 +86,22 @@ def _rows(name: str, op: Operation, rounds: int, copied: float, flops: float) ->
   for spec in (spec for spec in op.released if spec.name in op.timed):
     if name == "sparse_attention" and spec.name == "released_decode":
       spec = dataclasses.replace(spec, batch=DECODE_BATCH)
-    arrays, rest = split(spec.arguments())
+    arrays, rest = separated(spec.arguments())
     wanted = _rate_of(name, spec, copied, flops)
     results = {}
-    for backend in ("xla", *(b for b in _here(op) if b != "xla")):
+    for backend in ("xla", *(b for b in dispatch.here(op.backends) if b != "xla")):
       call = jax.jit(lambda a, rest=rest, backend=backend: op.call(a | rest, backend))
       try:
         results[backend] = jax.device_get(call(arrays))
-      except (BackendError, jax.errors.JaxRuntimeError) as error:
-        yield Row(name, spec.name, backend, failure=str(error).splitlines()[0][:200])
+      except Exception as error:  # a compiler's or a driver's, of any kind
+        summary = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        yield Row(name, spec.name, backend, failure=summary)
         continue
       seconds = interleaved({backend: lambda call=call, arrays=arrays: call(arrays)}, rounds)[
         backend
       ]
       error = None if backend == "xla" else _difference(results[backend], results["xla"])
       yield Row(name, spec.name, backend, seconds, error, wanted and wanted / seconds)
-
-
-def _here(op: Operation) -> list[str]:
-  """Backends for this platform whose packages are installed."""
-  platform, own = compat.platform(), dispatch.RUNS_ON
-  return [
-    name
-    for name, backend in op.backends.items()
-    if name != "reference"
-    and own.get(name, platform) == platform
-    and not (isinstance(backend, Lazy) and backend.missing())
-  ]
 
 
 def _rate_of(name: str, spec: Any, copied: float, flops: float) -> float | None:

@@ -78,7 +78,8 @@ def take(cache: Cache, config: ModelConfig, slot: int) -> Record:
 
   def read(leaf: Leaf, array: jax.Array) -> None:
     if _is_kept(leaf):
-      rows[_name(leaf)] = array[_index(leaf, cache, slot, tokens)]
+      axis, at = _place(leaf, cache, slot, tokens)
+      rows[_name(leaf)] = array.take(jnp.asarray(at), axis)
 
   jax.tree.map(read, leaves(cache, config), cache)
   rows = {name: _as_bytes(x) for name, x in jax.device_get(rows).items()}
@@ -88,37 +89,53 @@ def take(cache: Cache, config: ModelConfig, slot: int) -> Record:
 def put(cache: Cache, config: ModelConfig, slot: int, record: Record) -> Cache:
   """The cache with the state of a record in an empty slot that has blocks for its tokens.
 
+  Uses up the cache that it is given, unless it refuses.
+
   Raises:
     CacheError: a record of another layout or with other rows than it says, too few blocks.
   """
   if record.layout != _digest(cache, config):
     raise CacheError("record: is of another model, schedule, precision or block size")
-  if int(cache.pages.room_B[slot]) < record.tokens:
-    raise CacheError(
-      f"record: has {record.tokens} tokens; slot {slot} has blocks for"
-      f" {int(cache.pages.room_B[slot])}"
-    )
+  room = int(cache.pages.room_B[slot])
+  if room < record.tokens:
+    raise CacheError(f"record: has {record.tokens} tokens; slot {slot} has blocks for {room}")
 
-  def write(leaf: Leaf, array: jax.Array) -> jax.Array:
+  def rows_of(leaf: Leaf, array: jax.Array) -> np.ndarray | None:
+    """What the slot shall hold of an array; None: what it does."""
     name = leaf.component.name
     if name == "ring_tags":
       W = leaf.component.rows
-      newest = record.tokens - 1 - (record.tokens - 1 - jnp.arange(W)) % W
-      return array.at[:, slot].set(jnp.where(newest >= 0, newest, leaf.part.fill))
+      newest = record.tokens - 1 - (record.tokens - 1 - np.arange(W)) % W
+      return np.where(newest >= 0, newest, leaf.part.fill)
     if name == "status":
-      return array.at[slot].set(record.tokens if leaf.part.name == "length" else False)
+      return np.asarray(record.tokens if leaf.part.name == "length" else False)
     if not _is_kept(leaf):
-      return array
-    at = _index(leaf, cache, slot, record.tokens)
-    shape = jax.eval_shape(lambda x: x[at], array).shape
+      return None
+    axis, at = _place(leaf, cache, slot, record.tokens)
+    shape = jax.eval_shape(lambda x: x.take(at, axis), array).shape
     rows = record.rows.get(_name(leaf))
-    size = np.dtype(array.dtype).itemsize
+    size = array.dtype.itemsize
     if rows is None or rows.shape != (*shape[:-1], shape[-1] * size) or rows.dtype != np.uint8:
       found = "none" if rows is None else f"{rows.dtype} {list(rows.shape)}"
       raise CacheError(f"record: {_name(leaf)} has {found}; must be bytes of {list(shape)}")
-    return array.at[at].set(np.ascontiguousarray(rows).view(array.dtype))
+    return np.ascontiguousarray(rows).view(array.dtype)
 
-  return jax.tree.map(write, leaves(cache, config), cache)
+  arrays, tree = jax.tree.flatten(cache)
+  described = jax.tree.leaves(leaves(cache, config))
+  # All of it is checked before anything is written.
+  new = [rows_of(leaf, array) for leaf, array in zip(described, arrays, strict=True)]
+  places = [_place(leaf, cache, slot, record.tokens) for leaf in described]
+  return tree.unflatten(
+    [
+      array if rows is None else _write(array, at, rows, axis)
+      for array, rows, (axis, at) in zip(arrays, new, places, strict=True)
+    ]
+  )
+
+
+@functools.partial(jax.jit, static_argnames="axis", donate_argnums=0)
+def _write(array: jax.Array, at: jax.Array | int, rows: np.ndarray, axis: int) -> jax.Array:
+  return array.at[(slice(None),) * axis + (at,)].set(rows)
 
 
 def _is_kept(leaf: Leaf) -> bool:
@@ -130,14 +147,14 @@ def _name(leaf: Leaf) -> str:
   return f"{leaf.component.name}/{first}{leaf.part.name}"
 
 
-def _index(leaf: Leaf, cache: Cache, slot: int, tokens: int) -> tuple:
-  """Where the rows of a sequence are in an array."""
+def _place(leaf: Leaf, cache: Cache, slot: int, tokens: int) -> tuple[int, jax.Array | int]:
+  """Where a sequence is in an array: along this axis at its rows of the pool, or at its slot."""
   component = leaf.component
-  if component.lifetime == "bounded":
-    return (slice(None),) * component.axes.index("batch") + (slot,)
+  if component.lifetime != "global":
+    return component.axes.index("batch"), slot
   block = int(cache.pages.tokens * component.rows_per_token)
   pages = Paged(Stored.plain(jnp.zeros((0, 0))), cache.pages.table_BxJ[slot, None], block)
-  return (pages.locate(jnp.arange(component.rows_at(tokens))[None])[0],)
+  return 0, pages.locate(jnp.arange(component.rows_at(tokens))[None])[0]
 
 
 def _as_bytes(x: np.ndarray) -> np.ndarray:

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from hysparse_kernels import hyper_connections, indexer, moe, sparse_attention
 from hysparse_kernels.fp4 import api as fp4_api
 from hysparse_kernels.fp4 import specs as fp4_specs
@@ -43,6 +45,15 @@ class Operation:
   trained: tuple[str, ...] = ()
   exact: bool = False
   timed: tuple[str, ...] = ("released_prefill", "released_decode")
+
+
+def separated(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The arguments of a spec that hold arrays, or shapes of them, and the rest."""
+  arrays, rest = {}, {}
+  for name, value in arguments.items():
+    is_data = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(value))
+    (arrays if is_data else rest)[name] = value
+  return arrays, rest
 
 
 def _by_keywords(function: Callable) -> Callable:

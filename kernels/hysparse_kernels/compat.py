@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 Platform = Literal["cpu", "gpu", "tpu"]
+LOWERED = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # the compiler's names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def lower(function: Callable, *arguments: Any, platform: Platform) -> jax.stages
   """Lowers a call for a platform that need not be here, as far as jax goes without its compiler."""
   with target(platform):
     traced = jax.jit(function).trace(*arguments)
-    return traced.lower(lowering_platforms=({"gpu": "cuda"}.get(platform, platform),))
+    return traced.lower(lowering_platforms=(LOWERED[platform],))
 
 
 def triton_call(*arrays: jax.Array, results: tuple[jax.ShapeDtypeStruct, ...], **options: Any):

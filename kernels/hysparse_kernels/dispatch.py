@@ -86,6 +86,18 @@ def select(op: str, backend: str, table: Mapping[str, Callable]) -> Callable:
   return table[backend]
 
 
+def here(table: Mapping[str, Callable]) -> list[str]:
+  """Backends that run on this platform and whose packages are installed; the reference is none."""
+  platform = compat.platform()
+  return [
+    name
+    for name, backend in table.items()
+    if name != "reference"
+    and RUNS_ON.get(name, platform) == platform
+    and not (isinstance(backend, Lazy) and backend.missing())
+  ]
+
+
 @functools.cache
 def _say_once(op: str, platform: str, needs: str) -> None:
   _log.warning("%s: no kernel for %s, using the portable xla backend%s", op, platform, needs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 
 from hysparse_kernels import compat, dispatch, tuning
-from hysparse_kernels.catalogue import OPERATIONS
+from hysparse_kernels.catalogue import OPERATIONS, separated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +31,10 @@ class Winner:
   seconds: tuple[tuple[Mapping[str, int], float | None], ...]
 
   @property
-  def sizes(self) -> Mapping[str, int]:
-    return min((pair for pair in self.seconds if pair[1] is not None), key=lambda pair: pair[1])[0]
+  def sizes(self) -> Mapping[str, int] | None:
+    """Of the fastest candidate; None if none can run."""
+    ran = [pair for pair in self.seconds if pair[1] is not None]
+    return min(ran, key=lambda pair: pair[1])[0] if ran else None
 
   def __str__(self) -> str:
     lines = [f"{self.op} {self.backend} upto {self.row.get('upto', {})}: {', '.join(self.specs)}"]
@@ -65,10 +66,9 @@ def _text(table: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def backends_here(op: str) -> list[str]:
-  """Backends with a table that run on the present platform."""
-  own = dispatch.RUNS_ON
-  here = compat.platform()
-  return [b for b in tuning.table(op) if own.get(b, here) == here] if tuning.has_table(op) else []
+  """Backends with a table that run here."""
+  here = dispatch.here(OPERATIONS[op].backends)
+  return [name for name in tuning.table(op) if name in here] if tuning.has_table(op) else []
 
 
 def tune(op: str, backend: str, rounds: int = 5) -> Iterator[Winner]:
@@ -84,7 +84,7 @@ def tune(op: str, backend: str, rounds: int = 5) -> Iterator[Winner]:
   dispatch.select(op, backend, operation.backends)
   met: dict[int, list] = {}
   for spec in (spec for spec in operation.released if spec.name in operation.timed):
-    arrays, rest = split(spec.shapes())
+    arrays, rest = separated(spec.shapes())
     with tuning.recorded() as asked:
       jax.eval_shape(lambda a, rest=rest: operation.call(a | rest, backend), arrays)
     for row in [row for name, row in asked if name == (op, backend)][:1]:
@@ -101,24 +101,18 @@ def tune(op: str, backend: str, rounds: int = 5) -> Iterator[Winner]:
     yield Winner(op, backend, row, names, tuple(zip(candidates, totals, strict=True)))
 
 
-def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Arguments that hold arrays (or their shapes), and the others."""
-  is_data = lambda value: any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(value))  # noqa: E731
-  arrays = {name: value for name, value in arguments.items() if is_data(value)}
-  return arrays, {name: value for name, value in arguments.items() if name not in arrays}
-
-
 def _seconds(op: str, backend: str, spec, candidates: list, rounds: int) -> list[float | None]:
   """Median seconds of each candidate in alternating rounds."""
-  arrays, rest = split(spec.arguments())
+  arrays, rest = separated(spec.arguments())
   operation, calls = OPERATIONS[op], []
   for sizes in candidates:
     call = jax.jit(lambda a: operation.call(a | rest, backend))
-    with tuning.using(op, backend, sizes), contextlib.suppress(jax.errors.JaxRuntimeError):
-      jax.block_until_ready(call(arrays))
+    try:
+      with tuning.using(op, backend, sizes):
+        jax.block_until_ready(call(arrays))
       calls.append(call)
-      continue
-    calls.append(None)
+    except Exception:  # a compiler's or a driver's, of any kind
+      calls.append(None)
   seconds: list[list[float]] = [[] for _ in calls]
   for _ in range(rounds):
     for call, times in zip(calls, seconds, strict=True):

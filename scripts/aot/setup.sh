@@ -4,10 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/venv.sh
-if [ ! -x .venv-aot/bin/python ]; then
-  python=$(find_python)
-  "$python" -m venv .venv-aot
-fi
+make_venv .venv-aot
 .venv-aot/bin/python -m pip install --quiet --disable-pip-version-check \
   -r scripts/aot/requirements.txt -e . "$@"
 .venv-aot/bin/python -c 'from importlib.metadata import version

@@ -4,10 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/venv.sh
-if [ ! -x .venv-peers/bin/python ]; then
-  python=$(find_python)
-  "$python" -m venv .venv-peers
-fi
+make_venv .venv-peers
 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check \
   -r scripts/bench_peers/requirements.txt "$@"
 .venv-peers/bin/python -c 'import torch, transformers

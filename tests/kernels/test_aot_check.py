@@ -8,7 +8,7 @@ import pytest
 from hysparse_kernels.aot import compiled, ptx, runner, worker
 from hysparse_kernels.aot.canaries import CANARIES, EXPECTED
 from hysparse_kernels.aot.targets import TARGETS
-from hysparse_kernels.catalogue import OPERATIONS, Operation
+from hysparse_kernels.catalogue import OPERATIONS, Operation, separated
 
 ENTRY = """
 .version 8.8
@@ -245,7 +245,7 @@ def test_the_catalogue_names_specs_that_are_there(name):
 
 def test_arguments_are_split_into_arrays_and_the_rest():
   arguments = {"shape": jax.ShapeDtypeStruct((2**20, 2**20), "int8"), "tree": {"a": jnp.zeros(3)}}
-  assert worker.split(arguments | {"k": 3, "none": None}) == (arguments, {"k": 3, "none": None})
+  assert separated(arguments | {"k": 3, "none": None}) == (arguments, {"k": 3, "none": None})
 
 
 def test_gradients_are_by_the_floats():

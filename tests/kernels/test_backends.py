@@ -6,17 +6,11 @@ What the kernels compile to is checked by `scripts/aot_check.py`.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparing import close
 from hysparse_kernels import compat
-from hysparse_kernels.catalogue import OPERATIONS
-from hysparse_kernels.tuner import split
-
-# A few hundred float32 products, in another order, of values around 1.
-TOLERANCE = 5e-6
-# One rounding of bfloat16 more or less.
-BFLOAT16_TOLERANCE = 2**-7
+from hysparse_kernels.catalogue import OPERATIONS, separated
 
 PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 # Of the specs, these are run every day; all are lowered every day.
@@ -46,30 +40,16 @@ def lowered_for(backend):
   return ["tpu", "gpu"] if backend in ("xla", "ragged_dot") else own_platform(backend)
 
 
-def separated(name, backend, arguments):
+def call_of(name, backend, arguments):
   """A call as a function of its arrays, and the arrays or their shapes."""
-  arrays, rest = split(arguments)
+  arrays, rest = separated(arguments)
   return lambda arrays: OPERATIONS[name].call(arrays | rest, backend), arrays
 
 
 @functools.cache
 def reference(name, spec):
-  call, arrays = separated(name, "reference", spec.arguments())
+  call, arrays = call_of(name, "reference", spec.arguments())
   return jax.jit(call)(arrays)
-
-
-def close(got, want):
-  got, want = np.asarray(got), np.asarray(want)
-  assert got.shape == want.shape and got.dtype == want.dtype
-  if not jnp.issubdtype(want.dtype, jnp.floating):
-    np.testing.assert_array_equal(got, want)
-    return
-  tolerance = TOLERANCE if want.dtype == np.float32 else BFLOAT16_TOLERANCE
-  finite = np.abs(want[np.isfinite(want)].astype(np.float32))
-  scale = max(1.0, finite.max(initial=0.0))
-  np.testing.assert_allclose(
-    got.astype(np.float32), want.astype(np.float32), atol=tolerance * scale, rtol=0
-  )
 
 
 def same(got, want):
@@ -84,7 +64,7 @@ def same(got, want):
 
 @pytest.mark.parametrize(("name", "backend", "platform", "spec"), cases(own_platform, EVERY_DAY))
 def test_a_kernel_equals_the_reference(name, backend, platform, spec):
-  call, arrays = separated(name, backend, spec.arguments())
+  call, arrays = call_of(name, backend, spec.arguments())
   with compat.target(platform, interpret=True):
     got = jax.jit(call)(arrays)
   jax.tree.map(same if OPERATIONS[name].exact else close, got, reference(name, spec))
@@ -92,5 +72,5 @@ def test_a_kernel_equals_the_reference(name, backend, platform, spec):
 
 @pytest.mark.parametrize(("name", "backend", "platform", "spec"), cases(lowered_for))
 def test_it_lowers(name, backend, platform, spec):
-  call, arrays = separated(name, backend, spec.shapes())
+  call, arrays = call_of(name, backend, spec.shapes())
   assert compat.lower(call, arrays, platform=platform).as_text()

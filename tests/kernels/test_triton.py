@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton_numpy
+from comparing import close
 from hysparse_kernels import compat, dispatch, triton_launch, tuning
-from hysparse_kernels.catalogue import OPERATIONS
+from hysparse_kernels.catalogue import OPERATIONS, separated
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import QUANTISERS, Stored
 from hysparse_kernels.indexer import specs as indexer_specs
@@ -48,11 +49,6 @@ with triton_numpy.interpreted():
     tl.store(rounded_ptr + at, round_to_bfloat16(tl.load(x_ptr + at)))
 
 
-# A few hundred float32 products, in another order, of values around 1.
-TOLERANCE = 5e-6
-# One rounding of bfloat16 more or less.
-BFLOAT16_TOLERANCE = 2**-7
-
 # Small, so that windows, selections and contexts of the specs have several blocks and parts.
 ATTENTION_SIZES = {"heads": 16, "keys": 4, "programs": 128, "warps": 4, "stages": 1}
 INDEXER_SIZES = {
@@ -75,22 +71,8 @@ def named(specs, name):
   return next(spec for spec in specs if spec.name == name)
 
 
-def close(got, want):
-  got, want = np.asarray(got), np.asarray(want)
-  assert got.shape == want.shape and got.dtype == want.dtype
-  if not jnp.issubdtype(want.dtype, jnp.floating):
-    np.testing.assert_array_equal(got, want)
-    return
-  tolerance = TOLERANCE if want.dtype == np.float32 else BFLOAT16_TOLERANCE
-  got, want = got.astype(np.float32), want.astype(np.float32)
-  scale = max(1.0, np.abs(want[np.isfinite(want)]).max(initial=0.0))
-  np.testing.assert_allclose(got, want, atol=tolerance * scale, rtol=0)
-
-
 def reference(name, arguments):
-  is_data = lambda x: any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))  # noqa: E731
-  arrays = {key: x for key, x in arguments.items() if is_data(x)}
-  rest = {key: x for key, x in arguments.items() if key not in arrays}
+  arrays, rest = separated(arguments)
   return jax.jit(lambda arrays: OPERATIONS[name].call(arrays | rest, "reference"))(arrays)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from hysparse_kernels import compat
 from hysparse_kernels.aot import ptx
 from hysparse_kernels.aot.targets import Target
 
@@ -71,10 +72,10 @@ def compile_call(
   device = target.device()
   here = jax.sharding.SingleDeviceSharding(device)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arrays)
-  name = {"gpu": "cuda"}.get(target.platform, target.platform)
+  platforms = (compat.LOWERED[target.platform],)
   _forget(kernel_dumps)
   with target.tracing(device):
-    lowered = jax.jit(call).trace(shapes).lower(lowering_platforms=(name,))
+    lowered = jax.jit(call).trace(shapes).lower(lowering_platforms=platforms)
   with tempfile.TemporaryDirectory() as dumps:
     options = {"xla_dump_to": dumps} if target.platform == "gpu" else {}
     compiled = lowered.compile(compiler_options=options)

@@ -16,7 +16,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from hysparse_kernels.aot.canaries import CANARIES
 from hysparse_kernels.aot.compiled import compile_call
 from hysparse_kernels.aot.targets import TARGETS
-from hysparse_kernels.catalogue import OPERATIONS
+from hysparse_kernels.catalogue import OPERATIONS, separated
 
 GRADIENT = "+gradient"
 
@@ -52,21 +52,11 @@ def _compile(target: str, backend: str, case: str, dumps: pathlib.Path) -> dict:
   operation = (OPERATIONS | CANARIES)[op]
   name, differentiated, _ = spec.partition(GRADIENT)
   spec = next(spec for spec in (*operation.specs, *operation.released) if spec.name == name)
-  arrays, rest = split(getattr(spec, "shapes", spec.arguments)())
+  arrays, rest = separated(getattr(spec, "shapes", spec.arguments)())
   call = lambda arrays: operation.call(arrays | rest, backend)  # noqa: E731
   if differentiated:
     call = gradient(call)
   return dataclasses.asdict(compile_call(call, arrays, TARGETS[target], backend, dumps))
-
-
-def split(arguments: Mapping[str, Any]) -> tuple[dict, dict]:
-  """The keyword arguments that hold arrays, or shapes of them, and the rest."""
-  arrays, rest = {}, {}
-  for key, value in arguments.items():
-    leaves = jax.tree.leaves(value)
-    is_data = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in leaves)
-    (arrays if is_data else rest)[key] = value
-  return arrays, rest
 
 
 def gradient(call: Callable) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +54,14 @@ def update(
   return (mixed_NxMxD + added_NxMxD).astype(x_NxMxD.dtype)
 
 
-def advance(
-  x_NxMxD: jax.Array,
-  y_NxD: jax.Array,
-  post_NxM: jax.Array,
-  comb_NxMxM: jax.Array,
-  pre_NxM: jax.Array,
-  fn_QxP: jax.Array,
-  base_Q: jax.Array,
-  scale_3: jax.Array,
-  iters: int,
-  eps: float,
-  norm_eps: float,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-  x_NxMxD = update(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
-  mixed = coefficients(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps)
-  return x_NxMxD, fold(x_NxMxD, pre_NxM), mixed
+def composed(update: Callable, coefficients: Callable, fold: Callable) -> Callable:
+  """`advance` as the three operations of a backend, one after the other."""
+
+  def advance(x_NxMxD, y_NxD, post_NxM, comb_NxMxM, pre_NxM, *mixing):
+    x_NxMxD = update(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
+    return x_NxMxD, fold(x_NxMxD, pre_NxM), coefficients(x_NxMxD, *mixing)
+
+  return advance
+
+
+advance = composed(update, coefficients, fold)

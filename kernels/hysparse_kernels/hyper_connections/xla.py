@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hysparse_kernels.hyper_connections.reference import composed
+
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -146,19 +148,4 @@ def update_backward(inputs: tuple[jax.Array, ...], dout_NxMxD: jax.Array) -> tup
 update.defvjp(_update_forward, update_backward)
 
 
-def advance(
-  x_NxMxD: jax.Array,
-  y_NxD: jax.Array,
-  post_NxM: jax.Array,
-  comb_NxMxM: jax.Array,
-  pre_NxM: jax.Array,
-  fn_QxP: jax.Array,
-  base_Q: jax.Array,
-  scale_3: jax.Array,
-  iters: int,
-  eps: float,
-  norm_eps: float,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-  x_NxMxD = update(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
-  mixed = coefficients(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps)
-  return x_NxMxD, fold(x_NxMxD, pre_NxM), mixed
+advance = composed(update, coefficients, fold)

@@ -29,34 +29,16 @@ from jax.experimental.pallas import triton as plgpu
 
 from hysparse_kernels import blocks, compat, tuning
 from hysparse_kernels.formats import Stored, halves
-from hysparse_kernels.sparse_attention import parts, xla
-from hysparse_kernels.sparse_attention.mass import selection_mass
-from hysparse_kernels.sparse_attention.view import Attended, View, dtype_of
+from hysparse_kernels.sparse_attention import parts
+from hysparse_kernels.sparse_attention.around import backend_of
+from hysparse_kernels.sparse_attention.view import View, dtype_of
 
 _SMALLEST = 16  # rows that a tensor core multiplies
 
 
-def sparse_attention(
+def _run(
   q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
-) -> Attended:
-  out, lse = _attend(scale, q_BxSxHxC, positions_BxS, view, sink_H)
-  return Attended(out, lse, selection_mass(q_BxSxHxC, positions_BxS, view, lse, scale))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(scale, q, positions, view, sink):
-  return _forward(scale, q, positions, view, sink)[0]
-
-
-def _forward(scale, q, positions, view: View, sink):
-  out, lse = _run(scale, q, positions, view, sink)
-  return (out, lse), (q, positions, view, sink, out, lse)
-
-
-_attend.defvjp(_forward, xla.backward)
-
-
-def _run(scale, q_BxSxHxC, positions_BxS, view: View, sink_H) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   B, S, H, C = q_BxSxHxC.shape
   K = 0 if view.rows_BxSxK is None else view.rows_BxSxK.shape[-1]
   sizes = tuning.sizes("sparse_attention", "pallas_gpu", bytes=q_BxSxHxC.dtype.itemsize)
@@ -76,6 +58,9 @@ def _run(scale, q_BxSxHxC, positions_BxS, view: View, sink_H) -> tuple[jax.Array
     name="sparse_attention",
   )(q_BxSxHxC, positions_BxS, _in_words(view), sink_H.astype(jnp.float32))
   return parts.join(out, lse, q_BxSxHxC.dtype)
+
+
+sparse_attention = backend_of(_run)
 
 
 def _in_words(view: View) -> View:

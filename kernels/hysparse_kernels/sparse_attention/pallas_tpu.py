@@ -27,33 +27,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hysparse_kernels import blocks, compat, tuning
 from hysparse_kernels.formats import Stored, tiles
-from hysparse_kernels.sparse_attention import tpu_rows, xla
-from hysparse_kernels.sparse_attention.mass import selection_mass
+from hysparse_kernels.sparse_attention import tpu_rows
+from hysparse_kernels.sparse_attention.around import backend_of
 from hysparse_kernels.sparse_attention.softmax import offsets
-from hysparse_kernels.sparse_attention.view import Attended, View, dtype_of
+from hysparse_kernels.sparse_attention.view import View, dtype_of
 
 _HEADS = 16  # the sublanes of a bfloat16 tile; queries have whole ones
 _ROWS = 32  # of a byte tile
-
-
-def sparse_attention(
-  q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
-) -> Attended:
-  out, lse = _attend(scale, q_BxSxHxC, positions_BxS, view, sink_H)
-  return Attended(out, lse, selection_mass(q_BxSxHxC, positions_BxS, view, lse, scale))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(scale, q, positions, view, sink):
-  return _forward(scale, q, positions, view, sink)[0]
-
-
-def _forward(scale, q, positions, view: View, sink):
-  out, lse = _call(q, positions, view, sink, scale)
-  return (out, lse), (q, positions, view, sink, out, lse)
-
-
-_attend.defvjp(_forward, xla.backward)
 
 
 def _call(
@@ -142,6 +122,9 @@ def _call(
   )(*arguments)
   whole = lambda x: x.reshape(B, groups * group, *x.shape[2:])[:, :S, :H]  # noqa: E731
   return whole(out), whole(lse)
+
+
+sparse_attention = backend_of(_call)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -16,8 +16,6 @@ keys. The backward pass is the one of the xla backend; the mass of the entries i
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import triton
@@ -25,34 +23,23 @@ import triton.language as tl
 
 from hysparse_kernels import blocks, compat, triton_launch, tuning
 from hysparse_kernels.formats.triton import as_operand, load_halves, pair
-from hysparse_kernels.sparse_attention import parts, xla
-from hysparse_kernels.sparse_attention.mass import selection_mass
-from hysparse_kernels.sparse_attention.view import Attended, View, dtype_of
+from hysparse_kernels.sparse_attention import parts
+from hysparse_kernels.sparse_attention.around import backend_of
+from hysparse_kernels.sparse_attention.view import View, dtype_of
 
 _MIN_TILE = 16  # rows and columns of a matrix product
 
 _PRECISION = tl.constexpr("ieee")  # of float32 products
 
 
-def sparse_attention(
+def _run(
   q_BxSxHxC: jax.Array, positions_BxS: jax.Array, view: View, sink_H: jax.Array, scale: float
-) -> Attended:
-  out, lse = _attend(scale, q_BxSxHxC, positions_BxS, view, sink_H)
-  return Attended(out, lse, selection_mass(q_BxSxHxC, positions_BxS, view, lse, scale))
+) -> tuple[jax.Array, jax.Array]:
+  out, lse = triton_launch.run(launch_of(q_BxSxHxC, positions_BxS, view, sink_H, scale))
+  return parts.join(out, lse, q_BxSxHxC.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(scale, q, positions, view, sink):
-  return _forward(scale, q, positions, view, sink)[0]
-
-
-def _forward(scale, q, positions, view: View, sink):
-  out, lse = triton_launch.run(launch_of(q, positions, view, sink, scale))
-  out, lse = parts.join(out, lse, q.dtype)
-  return (out, lse), (q, positions, view, sink, out, lse)
-
-
-_attend.defvjp(_forward, xla.backward)
+sparse_attention = backend_of(_run)
 
 
 def launch_of(
