@@ -27,7 +27,7 @@ from hysparse import schedule as schedule_lib
 Lifetime = Literal["global", "bounded", "scratch", "bookkeeping"]
 Axis = Literal["layers", "batch", "rows", "pool"]
 
-_ITEM_BYTES = {"uint8": 1, "bool": 1, "bfloat16": 2, "int32": 4, "float32": 4}
+_ITEM_BYTES = {"uint8": 1, "bool": 1, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4}
 _RING: tuple[Axis, ...] = ("layers", "batch", "rows")
 _BLOCK_TOKENS = 128  # tokens in a block of the paged cache, at least
 
@@ -41,7 +41,7 @@ class Part:
 
   name: str
   shape: tuple[int, ...]
-  dtype: Literal["uint8", "bool", "bfloat16", "int32", "float32"]
+  dtype: Literal["uint8", "bool", "bfloat16", "float16", "int32", "float32"]
   fill: int = 0
 
   @property

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from hysparse import command_line, config_file, footprint, published
+from hysparse import command_line, config_file, footprint
 from hysparse import config as config_lib
 
 _CONFIG = flags.DEFINE_string(
@@ -30,26 +30,16 @@ def run() -> None:
 
 
 def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
+  given = [*argv[1:], *([_CONFIG.value] if _CONFIG.value else [])]
   try:
-    counted = footprint.footprint(_model(argv[1:], overrides))
+    if len(given) != 1:
+      raise config_lib.ConfigError(
+        f"config: {len(given)} files given, one is needed: config.json or --config=configs/NAME.py"
+      )
+    counted = footprint.footprint(footprint.read(given[0], overrides=overrides))
   except config_lib.ConfigError as error:
     command_line.fail(error)
   print(json.dumps(counted.to_dict(), indent=2) if _JSON.value else footprint.render(counted))
-
-
-def _model(paths: Sequence[str], overrides: Sequence[str]) -> config_lib.ModelConfig:
-  given = [*paths, *([_CONFIG.value] if _CONFIG.value else [])]
-  if len(given) != 1:
-    raise config_lib.ConfigError(
-      f"config: {len(given)} files given; one is needed, a config.json or --config=configs/NAME.py"
-    )
-  if not given[0].endswith(".json"):
-    return config_file.load(given[0], overrides).model
-  if overrides:
-    raise config_lib.ConfigError(
-      f"config.{overrides[0]}: a released config.json takes no overrides"
-    )
-  return published.read(given[0])
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import dataclasses
 from fractions import Fraction
 from typing import Any, get_args
 
-from hysparse import config as config_lib
 from hysparse.cache import layout as layout_lib
+from hysparse.footprint.kept import Kept
+from hysparse.footprint.read import Precision, Source, read
 
 _CONTEXTS = (4_096, 32_768, 131_072, 1_048_576)
 
@@ -17,14 +18,16 @@ class Footprint:
   """Bytes of one sequence's attention state.
 
   Attributes:
-    config: the model.
-    layout: its components.
+    model: what is counted.
     contexts: context lengths in tokens at which totals are given.
   """
 
-  config: config_lib.ModelConfig
-  layout: layout_lib.StateLayout
+  model: Kept
   contexts: tuple[int, ...]
+
+  @property
+  def layout(self) -> layout_lib.StateLayout:
+    return self.model.layout
 
   @property
   def global_bytes_per_token(self) -> Fraction:
@@ -47,9 +50,16 @@ class Footprint:
 
   def to_dict(self) -> dict[str, Any]:
     """Everything as plain numbers and texts, JSON-ready."""
+    config = self.model.config
+    ours = config and {
+      "schedule": config.schedule,
+      "engram_layers": list(config.engram_layers),
+    }
     return {
-      "schedule": self.config.schedule,
-      "engram_layers": list(self.config.engram_layers),
+      "model": self.model.name,
+      "family": self.model.family,
+      "precision": self.model.precision,
+      **(ours or {}),
       "global_bytes_per_token": _plain(self.global_bytes_per_token),
       "bounded_bytes": self.bounded_bytes,
       "block_tokens": self.layout.block_tokens,
@@ -72,11 +82,19 @@ class Footprint:
     }
 
 
-def footprint(config: config_lib.ModelConfig) -> Footprint:
-  """Counts the attention state of one sequence, at the usual context lengths and the longest."""
-  longest = config.max_positions
+def footprint(source: Source, *, precision: Precision = None, page: int | None = None) -> Footprint:
+  """Counts the attention state of one sequence, at the usual context lengths and the longest.
+
+  Arguments as in `read`.
+  """
+  return of(read(source, precision=precision, page=page))
+
+
+def of(model: Kept) -> Footprint:
+  """The same of a model that has been read."""
+  longest = model.max_positions or _CONTEXTS[-1]
   contexts = (*(n for n in _CONTEXTS if n < longest), longest)
-  return Footprint(config, layout_lib.layout(config), contexts)
+  return Footprint(model, contexts)
 
 
 def _plain(value: Fraction) -> int | float:

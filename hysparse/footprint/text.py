@@ -9,6 +9,7 @@ from hysparse import config as config_lib
 from hysparse import schedule as schedule_lib
 from hysparse.cache import layout as layout_lib
 from hysparse.footprint.count import Footprint
+from hysparse.footprint.entry_formats import FORMATS
 
 _OWNS, _READS, _PASSES, _NOTHING = "O", "|", ":", " "
 _LEGEND = "W window keys   O makes its own   | reads the layer above that does   : passes them by"
@@ -16,18 +17,17 @@ _LEGEND = "W window keys   O makes its own   | reads the layer above that does  
 
 def render(footprint: Footprint) -> str:
   """The whole report of `python -m hysparse.footprint`."""
-  layers = footprint.config.layers
-  return "\n\n".join(
-    [
-      str(layers),
-      draw(layers),
-      _LEGEND,
-      _prefill(footprint.config),
-      _growing(footprint),
-      _fixed(footprint),
-      _totals(footprint),
-    ]
-  )
+  tables = [_growing(footprint), _fixed(footprint), _totals(footprint)]
+  return "\n\n".join([*_head(footprint), *filter(None, tables)])
+
+
+def _head(footprint: Footprint) -> list[str]:
+  """Our models as a picture, others by name and where their format is from."""
+  model = footprint.model
+  if model.config is None:
+    return [f"{model.name} ({model.family}), {model.precision}: {FORMATS[model.precision].source}"]
+  layers = model.config.layers
+  return [str(layers), draw(layers), _LEGEND, _prefill(model.config)]
 
 
 def draw(schedule: schedule_lib.Schedule) -> str:
@@ -54,7 +54,7 @@ def draw(schedule: schedule_lib.Schedule) -> str:
         "+ Engram" if spec.engram else "",
       )
     )
-  return _table(lines, right=(0,))
+  return table(lines, right=(0,))
 
 
 def _entries(schedule: schedule_lib.Schedule, layer: int) -> str:
@@ -101,24 +101,24 @@ def _growing(footprint: Footprint) -> str:
     ("global cache", "layers", "format", "bytes an entry", "entries a token", "bytes a token")
   ]
   for c in footprint.layout.of("global"):
-    per_token = _number(c.bytes_per_token)
+    per_token = number(c.bytes_per_token)
     rate = f"{len(c.layers)} x {c.rows_per_token}"
-    lines.append((c.name, _spans(c.layers), c.format, _bytes_of_row(c), rate, per_token))
-  lines.append(("total", "", "", "", "", _number(footprint.global_bytes_per_token)))
-  return _table(lines, right=(3, 4, 5))
+    lines.append((c.name, spans(c.layers), c.format, _bytes_of_row(c), rate, per_token))
+  lines.append(("total", "", "", "", "", number(footprint.global_bytes_per_token)))
+  return table(lines, right=(3, 4, 5))
 
 
 def _fixed(footprint: Footprint) -> str:
   lines = [("does not grow", "layers", "format", "bytes a row", "rows", "bytes")]
   for lifetime in ("bounded", "scratch", "bookkeeping"):
     for c in footprint.layout.of(lifetime):
-      rows, total = f"{c.copies} x {c.rows}", _number(c.bytes_at(0))
+      rows, total = f"{c.copies} x {c.rows}", number(c.bytes_at(0))
       if c.rows_per_token:
         rows, total = f"1 in {1 / c.rows_per_token} tokens", ""
-      lines.append((c.name, _spans(c.layers), c.format, _bytes_of_row(c), rows, total))
-    if lifetime == "bounded":
-      lines.append(("total bounded", "", "", "", "", _number(footprint.bounded_bytes)))
-  return _table(lines, right=(3, 4, 5))
+      lines.append((c.name, spans(c.layers), c.format, _bytes_of_row(c), rows, total))
+    if lifetime == "bounded" and footprint.bounded_bytes:
+      lines.append(("total bounded", "", "", "", "", number(footprint.bounded_bytes)))
+  return table(lines, right=(3, 4, 5)) if len(lines) > 1 else ""
 
 
 def _totals(footprint: Footprint) -> str:
@@ -127,8 +127,8 @@ def _totals(footprint: Footprint) -> str:
     parts = footprint.bytes_at(tokens)
     if not lines:
       lines.append(("context", *parts))
-    lines.append((_number(tokens), *map(_number, parts.values())))
-  return _table(lines, right=range(len(lines[0])))
+    lines.append((number(tokens), *map(number, parts.values())))
+  return table(lines, right=range(len(lines[0])))
 
 
 def _bytes_of_row(component: layout_lib.Component) -> str:
@@ -137,7 +137,7 @@ def _bytes_of_row(component: layout_lib.Component) -> str:
   return " + ".join(str(part.bytes) for part in component.row) + f" = {component.row_bytes}"
 
 
-def _spans(layers: Sequence[int]) -> str:
+def spans(layers: Sequence[int]) -> str:
   """2, 8, 14, 20-39."""
   spans: list[list[int]] = []
   for layer in layers:
@@ -152,11 +152,11 @@ def _span(layers: Sequence[int]) -> str:
   return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
-def _number(value: int | Fraction) -> str:
+def number(value: int | Fraction) -> str:
   return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.2f}"
 
 
-def _table(lines: Sequence[Sequence[str]], right: Iterable[int]) -> str:
+def table(lines: Sequence[Sequence[str]], right: Iterable[int]) -> str:
   """Aligned columns, the ones in `right` to the right."""
   right = set(right)
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from hysparse_kernels import blocks, tuning
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import round_to
+from hysparse_kernels.sparse_attention import one_query
 from hysparse_kernels.sparse_attention.softmax import Offsets, offsets
 from hysparse_kernels.sparse_attention.view import Attended, View, read
 
@@ -112,6 +113,15 @@ def _attend(scale, q, positions, view, sink):
 
 
 def _forward(scale, q, positions, view: View, sink):
+  if one_query.applies(q, view):
+    result = one_query.attend(q, positions, view, sink, scale)
+  else:
+    result = _in_blocks(scale, q, positions, view, sink)
+  out, lse, mass = result.out_BxSxHxC, result.lse_BxSxH, result.mass_BxSxK
+  return (out, lse, mass), (q, positions, view, sink, out, lse)
+
+
+def _in_blocks(scale, q, positions, view: View, sink) -> Attended:
   length, size = q.shape[1], block_size(q, view)
   rows, tags, starts = _slabs(_window(view, q.dtype), view, length, size)
   slab = size + view.width - 1
@@ -138,8 +148,7 @@ def _forward(scale, q, positions, view: View, sink):
 
   xs = inputs(q, positions, view, size) | {"start": starts}
   result = {k: blocks.join(v, length) for k, v in jax.lax.map(block, xs).items()}
-  out, lse = result["out"], result["lse"]
-  return (out, lse, result.get("mass")), (q, positions, view, sink, out, lse)
+  return Attended(result["out"], result["lse"], result.get("mass"))
 
 
 def backward(scale: float, saved: tuple, gradients: tuple[jax.Array, jax.Array]) -> tuple:

@@ -1,0 +1,133 @@
+"""Models beside each other.
+
+compare("configs/v41_flash.py", "deepseek-v3.json", context=131_072).plot()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from hysparse import config as config_lib
+from hysparse.analysis import look
+from hysparse.analysis.table import Table, footprint
+from hysparse.footprint.read import Source
+
+if TYPE_CHECKING:
+  import pandas
+
+_CONTEXTS = tuple(1 << power for power in range(10, 21, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """Tables of several models at one context; the first is what the others are divided by."""
+
+  tables: tuple[Table, ...]
+
+  @property
+  def frame(self) -> pandas.DataFrame:
+    import pandas
+
+    return pandas.DataFrame(self._rows()).set_index("model")
+
+  def _rows(self) -> list[dict[str, Any]]:
+    first = self.tables[0]
+    return [
+      {
+        "model": table.model.name,
+        "precision": table.model.precision,
+        "bytes_per_token": float(table.per_token),
+        "bounded": table.bytes(lifetime="bounded") // (table.batch * table.replicas),
+        "resident": table.tier("resident"),
+        "times_the_first": table.tier("resident") / first.tier("resident"),
+      }
+      for table in self.tables
+    ]
+
+  def to_json(self) -> str:
+    return json.dumps([table.to_dict() for table in self.tables], indent=2)
+
+  def __str__(self) -> str:
+    return self.frame.to_string(float_format="{:,.2f}".format)
+
+  __repr__ = __str__
+
+  def _repr_html_(self) -> str:
+    return self.frame.to_html(border=0, float_format="{:,.2f}".format)
+
+  def plot(self) -> look.Plot:
+    """Bytes a token by component, and bytes of one sequence against its context."""
+    count = len(self.tables)
+    figure = look.figure(10, max(3.6, 1.6 + 0.4 * count))
+    left, right = figure.subplots(1, 2)
+    names = [table.model.name for table in self.tables]
+    shown: set[str] = set()
+    for place, table in enumerate(self.tables):
+      start = 0.0
+      for component in dict.fromkeys(x.component for x in table.lines if x.lifetime == "global"):
+        size = float(sum(x.per_token for x in table.lines if x.component == component))
+        label = None if component in shown else component
+        left.barh(place, size, left=start, color=look.colour(component), label=label)
+        shown.add(component)
+        start += size
+      left.text(start, place, f" {look.number(start)}", va="center", fontsize="small")
+    left.set_yticks(range(count), names, fontsize="small")
+    left.invert_yaxis()
+    left.set_xlabel("bytes a token of context")
+    look.byte_axis(left, "x")
+    left.locator_params(axis="x", nbins=5)
+    left.set_xlim(0, 1.25 * max(float(table.per_token) for table in self.tables) or 1)
+    left.legend(fontsize="small", loc="best")
+    for table, style in zip(self.tables, look.models(count), strict=True):
+      longest = table.model.max_positions or _CONTEXTS[-1]
+      contexts = [n for n in _CONTEXTS if n <= longest]
+      sizes = [table.at(n).tier("resident") / (table.batch * table.replicas) for n in contexts]
+      right.plot(contexts, sizes, markersize=4.5, label=table.model.name, **style)
+    look.context_axis(right, _CONTEXTS)
+    right.set_yscale("log")
+    right.set_ylim(top=right.get_ylim()[1] * 30)  # room for the legend
+    look.byte_axis(right)
+    right.set_ylabel("bytes of one sequence")
+    right.grid(alpha=0.3)
+    right.legend(fontsize="x-small", loc="upper left", ncols=2)
+    return look.Plot(figure)
+
+
+def compare(*models: Source | Table, **arguments: Any) -> Comparison:
+  """Tables of several models, or ready ones, at the shortest context of them.
+
+  Args:
+    arguments: of `table.footprint`, for all that are no tables; `precision` of another family does
+      not fit ours: make those tables yourself.
+
+  Raises:
+    ConfigError: fewer than two models, or one that is not known.
+  """
+  if len(models) < 2:
+    raise config_lib.ConfigError(f"compare: {len(models)} models given; must be two at least")
+  tables = [m if isinstance(m, Table) else footprint(m, **arguments) for m in models]
+  context = min(table.context for table in tables)
+  return Comparison(tuple(table.at(context) for table in tables))
+
+
+def tradeoff(points: Mapping[str, tuple[float, float]], x: str, y: str) -> look.Plot:
+  """Named points of two quantities that should both be small; labels hold their units."""
+  figure = look.figure(7.5, 4)
+  axes = figure.subplots()
+  for (name, at), style in zip(points.items(), look.models(len(points)), strict=True):
+    axes.plot(*([value] for value in at), linestyle="", label=name, markersize=8, **style)
+  axes.set_xscale("log")
+  axes.set_yscale("log")
+  for axis in (axes.xaxis, axes.yaxis):
+    axis.set_major_formatter(FuncFormatter(lambda value, _: look.number(value)))
+    axis.set_minor_formatter(NullFormatter())
+  axes.set_xlabel(x)
+  axes.set_ylabel(y)
+  axes.grid(alpha=0.3, which="both")
+  figure.legend(fontsize="small", loc="outside right center")
+  return look.Plot(figure)

@@ -1,0 +1,135 @@
+"""Where a cache's bytes went: from one entry a head, layer and token to what the model keeps.
+
+    waterfall("configs/v41_flash.py").plot()
+
+Four things divide the bytes a token, in this order:
+
+- entry size: fewer key heads, or one latent for keys and values (an indexer's key counts in);
+- sequence: a window instead of the whole context, one entry for several tokens;
+- layer: layers that read another's entries keep none;
+- precision: from 16 bits a value to the format that is stored, scales included.
+
+Each factor is what remains of the step before; their product is the whole ratio.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from hysparse.analysis import look
+from hysparse.footprint.kept import Kept
+from hysparse.footprint.read import Precision, Source, read
+
+if TYPE_CHECKING:
+  import pandas
+
+_WIDE = 2  # bytes of a value in BF16, in which every step but the last is counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """Bytes a token once everything up to this step is done."""
+
+  name: str
+  what: str
+  per_token: Fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class Waterfall:
+  """From multi-head attention to a model, step by step."""
+
+  model: Kept
+  steps: tuple[Step, ...]
+
+  @property
+  def factors(self) -> dict[str, Fraction | None]:
+    """By what each step divides the one before; None where nothing is left."""
+    pairs = zip(self.steps, self.steps[1:], strict=False)
+    return {b.name: a.per_token / b.per_token if b.per_token else None for a, b in pairs}
+
+  @property
+  def frame(self) -> pandas.DataFrame:
+    import pandas
+
+    factors = {None: None, **self.factors}
+    rows = [
+      {
+        "step": step.name,
+        "what": step.what,
+        "bytes_per_token": float(step.per_token),
+        "divides_by": float(factors[step.name]) if factors.get(step.name) else float("nan"),
+      }
+      for step in self.steps
+    ]
+    return pandas.DataFrame(rows).set_index("step")
+
+  def __str__(self) -> str:
+    return self.frame.to_string(na_rep="", float_format="{:,.2f}".format)
+
+  __repr__ = __str__
+
+  def _repr_html_(self) -> str:
+    return self.frame.to_html(border=0, na_rep="", float_format="{:,.2f}".format)
+
+  def plot(self) -> look.Plot:
+    """A bar a step, on a logarithmic axis, with the factor between them."""
+    figure = look.figure(8.5, 3.6)
+    axes = figure.subplots()
+    shown = [step for step in self.steps if step.per_token]
+    sizes = [float(step.per_token) for step in shown]
+    colours = [look.GREY, *[look.SKY] * (len(shown) - 2), look.BLUE][: len(shown)]
+    places = range(len(shown))
+    axes.barh(places, sizes, color=colours)
+    factors = self.factors
+    for place, step, size in zip(places, shown, sizes, strict=True):
+      factor = factors.get(step.name)
+      divided = f"   / {look.number(float(factor))}" if factor else ""
+      axes.text(size * 1.1, place, f"{look.number(size)}{divided}", va="center", fontsize="small")
+    names = [f"{step.name}\n{step.what}" for step in shown]
+    axes.set_yticks(places, names, fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(min(sizes) / 3, max(sizes) * 6)
+    axes.set_xlabel("bytes a token of context (logarithmic)")
+    whole = sizes[0] / sizes[-1]
+    axes.set_title(f"{self.model.name}: {look.number(whole)} times smaller", fontsize="medium")
+    return look.Plot(figure)
+
+
+def waterfall(config_or_path: Source, *, precision: Precision = None) -> Waterfall:
+  """The steps from multi-head attention, as many layers and heads in BF16, to a model.
+
+  Arguments as in `table.footprint`.
+
+  Raises:
+    ConfigError: a model that is not known.
+  """
+  model = read(config_or_path, precision=precision)
+  layers = model.layers
+  owned = [layer for layer in layers if layer.owns]
+  windows = sum(not layer.rate for layer in layers)
+  ratios = sorted({layer.rate.denominator for layer in layers if layer.rate})
+  entries = f"an entry per {' or '.join(map(str, ratios))} tokens" if ratios != [1] else ""
+  sequence = [f"{windows} layers see a window only" if windows else "", entries]
+  owners = sum(layer.owns and bool(layer.rate) for layer in layers)
+  whole = sum(layer.channels * layer.rate for layer in layers)
+  steps = (
+    Step(
+      "multi-head attention", f"{len(layers)} layers, every head its own keys and values, BF16",
+      Fraction(_WIDE * len(layers) * model.head_channels),
+    ),
+    Step(
+      "entry size", f"{max(layer.channels for layer in layers):,} values an entry",
+      Fraction(_WIDE * sum(layer.channels for layer in layers)),
+    ),
+    Step("sequence", ", ".join(filter(None, sequence)) or "an entry a token", _WIDE * whole),
+    Step(
+      "layer", f"{owners} of {len(layers)} layers keep entries",
+      _WIDE * sum((layer.channels * layer.rate for layer in owned), Fraction(0)),
+    ),
+    Step("precision", model.precision, model.per_token),
+  )  # fmt: skip
+  return Waterfall(model, steps)

@@ -1,0 +1,228 @@
+"""How many sessions fit on a machine.
+
+    capacity("configs/v41_flash.py", devices=16, hbm=80e9, contexts={32_768: 0.9, 1_048_576: 0.1})
+
+Weights are spread over all devices; Engram tables are in host memory. A session is whole on one
+device (on `replicas` of them, if attention is tensor parallel), and its cache is what
+`table.footprint` counts: everything resident, with the padding of its last page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hysparse import config as config_lib
+from hysparse import parameters
+from hysparse.analysis import look
+from hysparse.analysis.table import footprint
+from hysparse.footprint.kept import Kept
+from hysparse.footprint.read import Precision, Source, read
+
+if TYPE_CHECKING:
+  import pandas
+
+_RESERVE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+  """Sessions on a machine.
+
+  Attributes:
+    model: the model.
+    devices, hbm: how many, and bytes of memory of each.
+    replicas: devices that hold the same sessions.
+    weights: bytes of all weights on the devices.
+    host: bytes of weights in host memory.
+    reserve: share of each device's memory that is left for activations and the rest.
+    shares: of the sessions, by their context in tokens; they sum to 1.
+    session: resident bytes of a session of each context, on one device.
+  """
+
+  model: Kept
+  devices: int
+  hbm: float
+  replicas: int
+  weights: float
+  host: float
+  reserve: float
+  shares: dict[int, float]
+  session: dict[int, int]
+
+  @property
+  def room(self) -> float:
+    """Bytes of a device that are left for sessions."""
+    return max(0.0, self.hbm * (1 - self.reserve) - self.weights / self.devices)
+
+  @property
+  def mean(self) -> float:
+    """Bytes of a session, by the shares."""
+    return sum(share * self.session[context] for context, share in self.shares.items())
+
+  @property
+  def sessions(self) -> int:
+    """Sessions of this mix that fit; 0 if the longest alone is too large for a device."""
+    if self.room < max(self.session.values()):
+      return 0
+    return int(self.room / self.mean) * (self.devices // self.replicas)
+
+  @property
+  def tokens(self) -> int:
+    """Tokens of context that all of these sessions have."""
+    return int(self.sessions * sum(share * n for n, share in self.shares.items()))
+
+  @property
+  def frame(self) -> pandas.DataFrame:
+    import pandas
+
+    rows = [
+      {
+        "context": context,
+        "share": share,
+        "bytes_a_session": self.session[context],
+        "sessions": round(self.sessions * share),
+        "sessions_if_all_were": int(self.room / self.session[context])
+        * (self.devices // self.replicas),
+      }
+      for context, share in self.shares.items()
+    ]
+    return pandas.DataFrame(rows).set_index("context")
+
+  def __str__(self) -> str:
+    return (
+      f"{self.model.name} on {self.devices} x {look.size(self.hbm)}: weights"
+      f" {look.size(self.weights / self.devices)} a device"
+      + (f" ({look.size(self.host)} in host memory)" if self.host else "")
+      + f", {self.reserve:.0%} kept free, {look.size(self.room)} for sessions of"
+      f" {look.size(self.mean)}: {self.sessions:,} sessions, {self.tokens:,} tokens"
+    )
+
+  __repr__ = __str__
+
+  def _repr_html_(self) -> str:
+    formats = {"share": "{:.1%}".format, "bytes_a_session": "{:,}".format}
+    return f"<p>{self}</p>" + self.frame.to_html(border=0, formatters=formats)
+
+  def plot(self) -> look.Plot:
+    """What fills a device, and sessions against the context they all would have."""
+    figure = look.figure(10, 3.4)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
+    parts = {
+      "weights": (self.weights / self.devices, look.GREY),
+      "kept free": (self.hbm * self.reserve, look.LIGHTER),
+      "sessions": (self.room, look.LIGHT),
+    }
+    start = 0.0
+    for name, (size, colour) in parts.items():
+      left.bar(
+        [0], [size], bottom=start, color=colour, label=f"{name} {look.size(size)}", width=0.5
+      )
+      start += size
+    left.axhline(self.hbm, color=look.BLACK, linestyle="--", label=f"memory {look.size(self.hbm)}")
+    left.set_xlim(-0.4, 2.0)
+    left.set_xticks([0], ["one device"])
+    look.byte_axis(left)
+    left.set_ylabel("bytes")
+    left.legend(fontsize="small", loc="center right")
+
+    longest = self.model.max_positions or 1 << 20
+    contexts = [n for n in (1 << power for power in range(12, 21)) if n <= longest]
+    devices = self.devices // self.replicas
+    fit = [int(self.room / _session(self.model, n)) * devices for n in contexts]
+    right.plot(contexts, [n or None for n in fit], "o-", color=look.GREY, label="if all were equal")
+    mean = sum(share * n for n, share in self.shares.items())
+    right.plot([mean], [self.sessions], "D", color=look.BLACK, label="this mix, at its mean")
+    look.context_axis(right, contexts)
+    right.set_yscale("log")
+    right.set_ylim(bottom=0.5)
+    right.set_ylabel(f"sessions on {self.devices} devices")
+    right.grid(alpha=0.3)
+    right.legend(fontsize="small")
+    return look.Plot(figure)
+
+
+def capacity(
+  config_or_path: Source,
+  *,
+  devices: int,
+  hbm: float,
+  contexts: int | Mapping[int, float],
+  weights: float | None = None,
+  reserve: float = _RESERVE,
+  replicas: int = 1,
+  precision: Precision = None,
+  page: int | None = None,
+) -> Capacity:
+  """Counts sessions of these contexts.
+
+  Args:
+    config_or_path, precision, page: as in `table.footprint`.
+    devices: that share the weights.
+    hbm: bytes of memory of each.
+    contexts: tokens of every session, or the share (or number) of sessions by their tokens.
+    weights: bytes of the weights on all devices together. By default those of the released form of
+      our models; other families' must be given.
+    reserve: share of the memory that sessions do not get.
+    replicas: devices that hold the same sessions; must divide `devices`.
+
+  Raises:
+    ConfigError: an argument that does not fit, or weights that fill the devices.
+  """
+  model = read(config_or_path, precision=precision, page=page)
+  for name, value in (("devices", devices), ("replicas", replicas)):
+    if not isinstance(value, int) or value < 1:
+      raise config_lib.ConfigError(f"{name}: is {value!r}; must be a whole number from 1 up")
+  if devices % replicas:
+    raise config_lib.ConfigError(f"replicas: is {replicas}; must divide devices ({devices})")
+  if not 0 <= reserve < 1:
+    raise config_lib.ConfigError(f"reserve: is {reserve}; must be from 0 to below 1")
+  mix = {contexts: 1.0} if isinstance(contexts, int) else dict(contexts)
+  if not mix or min(mix.values()) < 0 or not sum(mix.values()):
+    raise config_lib.ConfigError(f"contexts: is {contexts!r}; needs a share above 0")
+  total = sum(mix.values())
+  host = 0.0
+  if weights is None:
+    weights, host = weight_bytes(model)
+  result = Capacity(
+    model, devices, hbm, replicas, weights, host, reserve,
+    shares={context: share / total for context, share in mix.items()},
+    session={context: _session(model, context) for context in mix},
+  )  # fmt: skip
+  if not result.room:
+    raise config_lib.ConfigError(
+      f"devices: weights take {look.size(weights / devices)} of each; {look.size(hbm)} with"
+      f" {reserve:.0%} kept free leave nothing for sessions"
+    )
+  return result
+
+
+def weight_bytes(model: Kept) -> tuple[float, float]:
+  """Bytes of one of our models as it is released: on devices, and in host memory (Engram tables).
+
+  A model that the released form cannot hold counts two bytes a parameter.
+
+  Raises:
+    ConfigError: another family's model.
+  """
+  if model.config is None:
+    raise config_lib.ConfigError(
+      f"weights: are not counted for {model.name} ({model.family}): give their bytes"
+    )
+  # Imported here, because it brings jax with it.
+  from hysparse.conversion import tensors
+
+  try:
+    sizes = [
+      (t.leaf.path.endswith("engram/table"), t.nbytes) for t in tensors.tensors(model.config)
+    ]
+  except config_lib.ConfigError:
+    counts = parameters.parameters(model.config)
+    sizes = [(part == "engram_tables", 2 * count) for part, count in counts.items()]
+  host = sum(size for table, size in sizes if table)
+  return sum(size for _, size in sizes) - host, host
+
+
+def _session(model: Kept, context: int) -> int:
+  return footprint(model, context=context).tier("resident")
