@@ -13,7 +13,7 @@ import jax
 import pytest
 from absl import flags
 
-for folder in (".", "nn", "training", "kernels", "conversion", "oracle"):
+for folder in (".", "analysis", "nn", "training", "kernels", "conversion", "oracle"):
   sys.path.insert(0, str(Path(__file__).parent / folder))
 
 

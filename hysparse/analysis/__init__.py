@@ -16,8 +16,11 @@ from typing import Any
 _HOME = {
   "capacity": "sessions",
   "compare": "comparison",
+  "dial": "precision",
   "footprint": "table",
   "layer_tokens": "flop_table",
+  "logit_change": "precision",
+  "selection": "selected",
   "tradeoff": "comparison",
   "verify": "measured",
   "waterfall": "reduction",

@@ -10,15 +10,17 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.ticker import FuncFormatter, NullFormatter
-
 from hysparse import config as config_lib
-from hysparse.analysis import look
+from hysparse.analysis import units
+from hysparse.analysis.frames import frame
 from hysparse.analysis.table import Table, footprint
+from hysparse.footprint import text
 from hysparse.footprint.read import Source
 
 if TYPE_CHECKING:
   import pandas
+
+  from hysparse.analysis.look import Plot
 
 _CONTEXTS = tuple(1 << power for power in range(10, 21, 2))
 
@@ -31,9 +33,7 @@ class Comparison:
 
   @property
   def frame(self) -> pandas.DataFrame:
-    import pandas
-
-    return pandas.DataFrame(self._rows()).set_index("model")
+    return frame(self._rows(), "model")
 
   def _rows(self) -> list[dict[str, Any]]:
     first = self.tables[0]
@@ -53,15 +53,20 @@ class Comparison:
     return json.dumps([table.to_dict() for table in self.tables], indent=2)
 
   def __str__(self) -> str:
-    return self.frame.to_string(float_format="{:,.2f}".format)
+    rows = self._rows()
+    lines = [[name.replace("_", " ") for name in rows[0]]]
+    lines += [[units.cell(value) for value in row.values()] for row in rows]
+    return text.table(lines, right=range(2, len(lines[0])))
 
   __repr__ = __str__
 
   def _repr_html_(self) -> str:
     return self.frame.to_html(border=0, float_format="{:,.2f}".format)
 
-  def plot(self) -> look.Plot:
+  def plot(self) -> Plot:
     """Bytes a token by component, and bytes of one sequence against its context."""
+    from hysparse.analysis import look
+
     count = len(self.tables)
     figure = look.figure(10, max(3.6, 1.6 + 0.4 * count))
     left, right = figure.subplots(1, 2)
@@ -75,7 +80,7 @@ class Comparison:
         left.barh(place, size, left=start, color=look.colour(component), label=label)
         shown.add(component)
         start += size
-      left.text(start, place, f" {look.number(start)}", va="center", fontsize="small")
+      left.text(start, place, f" {units.number(start)}", va="center", fontsize="small")
     left.set_yticks(range(count), names, fontsize="small")
     left.invert_yaxis()
     left.set_xlabel("bytes a token of context")
@@ -115,8 +120,12 @@ def compare(*models: Source | Table, **arguments: Any) -> Comparison:
   return Comparison(tuple(table.at(context) for table in tables))
 
 
-def tradeoff(points: Mapping[str, tuple[float, float]], x: str, y: str) -> look.Plot:
+def tradeoff(points: Mapping[str, tuple[float, float]], x: str, y: str) -> Plot:
   """Named points of two quantities that should both be small; labels hold their units."""
+  from matplotlib.ticker import FuncFormatter, NullFormatter
+
+  from hysparse.analysis import look
+
   figure = look.figure(7.5, 4)
   axes = figure.subplots()
   for (name, at), style in zip(points.items(), look.models(len(points)), strict=True):
@@ -124,7 +133,7 @@ def tradeoff(points: Mapping[str, tuple[float, float]], x: str, y: str) -> look.
   axes.set_xscale("log")
   axes.set_yscale("log")
   for axis in (axes.xaxis, axes.yaxis):
-    axis.set_major_formatter(FuncFormatter(lambda value, _: look.number(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: units.number(value)))
     axis.set_minor_formatter(NullFormatter())
   axes.set_xlabel(x)
   axes.set_ylabel(y)

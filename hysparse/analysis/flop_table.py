@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 from hysparse import config as config_lib
 from hysparse import parameters
-from hysparse.analysis import look
+from hysparse.analysis import units
+from hysparse.analysis.frames import frame
 from hysparse.flops import Dot, forward_dots
 from hysparse.footprint.read import Source, read
 
 if TYPE_CHECKING:
   import pandas
+
+  from hysparse.analysis.look import Plot
 
 CONTEXTS = tuple(1 << power for power in range(12, 21, 2))
 
@@ -35,9 +38,6 @@ _GROUPS = {
   "indexer": ("indexer",),
   "the rest": ("engram", "streams", "head"),
 }
-_COLOURS = dict(
-  zip(_GROUPS, (look.GREY, look.LIGHT, look.BLUE, look.ORANGE, look.LIGHTER), strict=True)
-)
 
 
 def cost(dot: Dot, config: config_lib.ModelConfig) -> float:
@@ -79,11 +79,9 @@ class Work:
 
   @property
   def frame(self) -> pandas.DataFrame:
-    import pandas
-
-    frame = pandas.DataFrame(self.flops).fillna(0.0)
-    frame.loc["total"] = frame.sum()
-    return frame.rename_axis("part").rename_axis("context", axis=1)
+    parts = dict.fromkeys(part for counted in self.flops.values() for part in counted)
+    rows = [{"part": p} | {n: f.get(p, 0.0) for n, f in self.flops.items()} for p in parts]
+    return frame([*rows, {"part": "total", **self.totals}], "part").rename_axis("context", axis=1)
 
   def __str__(self) -> str:
     return (self.frame / 1e9).to_string(float_format="{:,.3f} G".format)
@@ -93,8 +91,10 @@ class Work:
   def _repr_html_(self) -> str:
     return (self.frame / 1e9).to_html(border=0, float_format="{:,.3f} G".format)
 
-  def plot(self) -> look.Plot:
+  def plot(self) -> Plot:
     """GFLOPs a token against the context, in layers."""
+    from hysparse.analysis import look
+
     figure = look.figure(7.5, 3.8)
     axes = figure.subplots()
     contexts = list(self.flops)
@@ -102,13 +102,14 @@ class Work:
       [sum(self.flops[n].get(part, 0.0) for part in parts) / 1e9 for n in contexts]
       for parts in _GROUPS.values()
     ]
-    axes.stackplot(contexts, grouped, labels=list(_GROUPS), colors=list(_COLOURS.values()))
+    colours = (look.GREY, look.LIGHT, look.BLUE, look.ORANGE, look.LIGHTER)
+    axes.stackplot(contexts, grouped, labels=list(_GROUPS), colors=colours)
     look.context_axis(axes, contexts)
     axes.set_xlim(contexts[0], contexts[-1])
     axes.set_ylim(0, 1.45 * max(self.totals.values()) / 1e9)
     unit = "GFLOP a token" + (", low precision counted less" if self.weighted else "")
     axes.set_ylabel(unit, fontsize="small")
-    first, last = look.tokens(contexts[0]), look.tokens(contexts[-1])
+    first, last = units.tokens(contexts[0]), units.tokens(contexts[-1])
     title = f"{self.model}, {self.phase}: {self.growth:.2f} times from {first} to {last}"
     axes.set_title(title, fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
@@ -139,7 +140,9 @@ def work(
   if config is None:
     raise config_lib.ConfigError(f"work: {model.name} ({model.family}): FLOPs are of our models")
   longest = config.max_positions
-  contexts = contexts or [n for n in CONTEXTS if n <= longest] or [longest]
+  if not contexts:
+    contexts = [n for n in CONTEXTS if n <= longest]
+    contexts = contexts if len(contexts) > 1 else [max(1, longest // n) for n in (64, 16, 4, 1)]
   flops: dict[int, dict[str, float]] = {}
   for context in contexts:
     if not 1 <= context <= longest:

@@ -18,6 +18,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from hysparse.analysis import units
+
 BLUE, ORANGE, GREEN, SKY = "#0072B2", "#E69F00", "#009E73", "#56B4E9"
 VERMILION, PURPLE, YELLOW, BLACK, GREY = "#D55E00", "#CC79A7", "#F0E442", "#000000", "#999999"
 LIGHT, LIGHTER = "#BBBBBB", "#DDDDDD"  # of what is no component, like GREY
@@ -36,7 +38,6 @@ COMPONENTS = {
 
 _MARKERS = "osD^vPX"
 _DPI = 110
-_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class Plot:
@@ -79,35 +80,16 @@ def models(count: int) -> list[dict[str, str]]:
   return [{"color": to_hex(s), "marker": _MARKERS[i % len(_MARKERS)]} for i, s in enumerate(shades)]
 
 
-def number(value: float) -> str:
-  """Few digits: 3.51, 890, 65.5k."""
-  return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def size(value: float) -> str:
-  """Bytes with their decimal unit: 933 MB."""
-  power = 0
-  while value >= 1000 and power < len(_BYTES) - 1:
-    value, power = value / 1000, power + 1
-  return f"{value:.0f} B" if power == 0 else f"{value:.3g} {_BYTES[power]}"
-
-
-def tokens(value: float) -> str:
-  """Tokens of context, in the powers of two that contexts come in: 512, 4K, 1M."""
-  for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
-    if value >= unit:
-      return f"{value / unit:.3g}{name}"
-  return f"{value:.0f}"
-
-
 def byte_axis(axes: Axes, which: str = "y") -> None:
   """Ticks of an axis as sizes."""
-  getattr(axes, f"{which}axis").set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+  getattr(axes, f"{which}axis").set_major_formatter(
+    FuncFormatter(lambda value, _: units.size(value))
+  )
 
 
 def context_axis(axes: Axes, contexts: Sequence[int]) -> None:
   """A logarithmic axis of context lengths, each of them with a tick."""
   axes.set_xscale("log", base=2)
-  axes.set_xticks(list(contexts), [tokens(n) for n in contexts])
+  axes.set_xticks(list(contexts), [units.tokens(n) for n in contexts])
   axes.minorticks_off()
   axes.set_xlabel("context (tokens)")

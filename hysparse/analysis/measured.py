@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from hysparse import config as config_lib
-from hysparse.analysis import look
+from hysparse.analysis import units
+from hysparse.analysis.frames import frame
 from hysparse.analysis.table import Table
 from hysparse.cache import allocate as allocate_lib
 from hysparse.cache.layout import Precision
@@ -38,10 +39,13 @@ class Verified:
 
   @property
   def frame(self) -> pandas.DataFrame:
-    import pandas
-
-    frame = pandas.DataFrame({"counted": self.counted, "measured": self.measured})
-    return frame.rename_axis("component")
+    return frame(
+      (
+        {"component": name, "counted": count, "measured": self.measured[name]}
+        for name, count in self.counted.items()
+      ),
+      "component",
+    )
 
   def _repr_html_(self) -> str:
     return self.frame.to_html() + f"<p>{self}</p>"
@@ -77,8 +81,8 @@ def verify(table: Table, *, limit: float = _LIMIT) -> Verified:
   total = sum(counted.values())
   if total > limit:
     raise config_lib.ConfigError(
-      f"verify: would allocate {look.size(total)}; the limit is {look.size(limit)}: take a shorter"
-      " context or a smaller batch"
+      f"verify: would allocate {units.size(total)}; the limit is {units.size(limit)}: take a"
+      " shorter context or a smaller batch"
     )
   config = _config(model.config, model.dial)
   before = {id(array) for array in jax.live_arrays()}

@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hysparse.analysis import look
+from hysparse.analysis import units
+from hysparse.analysis.frames import frame
+from hysparse.footprint import text
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
 
 if TYPE_CHECKING:
   import pandas
+
+  from hysparse.analysis.look import Plot
 
 _WIDE = 2  # bytes of a value in BF16, in which every step but the last is counted
 
@@ -52,30 +56,35 @@ class Waterfall:
 
   @property
   def frame(self) -> pandas.DataFrame:
-    import pandas
+    return frame(self._rows(), "step")
 
-    factors = {None: None, **self.factors}
-    rows = [
+  def _rows(self) -> list[dict[str, Any]]:
+    factors = {name: float(factor) for name, factor in self.factors.items() if factor}
+    return [
       {
         "step": step.name,
         "what": step.what,
         "bytes_per_token": float(step.per_token),
-        "divides_by": float(factors[step.name]) if factors.get(step.name) else float("nan"),
+        "divides_by": factors.get(step.name, float("nan")),
       }
       for step in self.steps
     ]
-    return pandas.DataFrame(rows).set_index("step")
 
   def __str__(self) -> str:
-    return self.frame.to_string(na_rep="", float_format="{:,.2f}".format)
+    rows = self._rows()
+    lines = [[name.replace("_", " ") for name in rows[0]]]
+    lines += [[units.cell(value) for value in row.values()] for row in rows]
+    return text.table(lines, right=(2, 3))
 
   __repr__ = __str__
 
   def _repr_html_(self) -> str:
     return self.frame.to_html(border=0, na_rep="", float_format="{:,.2f}".format)
 
-  def plot(self) -> look.Plot:
+  def plot(self) -> Plot:
     """A bar a step, on a logarithmic axis, with the factor between them."""
+    from hysparse.analysis import look
+
     figure = look.figure(8.5, 3.6)
     axes = figure.subplots()
     shown = [step for step in self.steps if step.per_token]
@@ -86,8 +95,8 @@ class Waterfall:
     factors = self.factors
     for place, step, size in zip(places, shown, sizes, strict=True):
       factor = factors.get(step.name)
-      divided = f"   / {look.number(float(factor))}" if factor else ""
-      axes.text(size * 1.1, place, f"{look.number(size)}{divided}", va="center", fontsize="small")
+      divided = f"   / {units.number(float(factor))}" if factor else ""
+      axes.text(size * 1.1, place, f"{units.number(size)}{divided}", va="center", fontsize="small")
     names = [f"{step.name}\n{step.what}" for step in shown]
     axes.set_yticks(places, names, fontsize="small")
     axes.invert_yaxis()
@@ -95,7 +104,7 @@ class Waterfall:
     axes.set_xlim(min(sizes) / 3, max(sizes) * 6)
     axes.set_xlabel("bytes a token of context (logarithmic)")
     whole = sizes[0] / sizes[-1]
-    axes.set_title(f"{self.model.name}: {look.number(whole)} times smaller", fontsize="medium")
+    axes.set_title(f"{self.model.name}: {units.number(whole)} times smaller", fontsize="medium")
     return look.Plot(figure)
 
 

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 
 from hysparse import config as config_lib
 from hysparse import parameters
-from hysparse.analysis import look
+from hysparse.analysis import units
+from hysparse.analysis.frames import frame
 from hysparse.analysis.table import footprint
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
 
 if TYPE_CHECKING:
   import pandas
+
+  from hysparse.analysis.look import Plot
 
 _RESERVE = 0.1
 
@@ -75,8 +78,6 @@ class Capacity:
 
   @property
   def frame(self) -> pandas.DataFrame:
-    import pandas
-
     rows = [
       {
         "context": context,
@@ -88,15 +89,15 @@ class Capacity:
       }
       for context, share in self.shares.items()
     ]
-    return pandas.DataFrame(rows).set_index("context")
+    return frame(rows, "context")
 
   def __str__(self) -> str:
     return (
-      f"{self.model.name} on {self.devices} x {look.size(self.hbm)}: weights"
-      f" {look.size(self.weights / self.devices)} a device"
-      + (f" ({look.size(self.host)} in host memory)" if self.host else "")
-      + f", {self.reserve:.0%} kept free, {look.size(self.room)} for sessions of"
-      f" {look.size(self.mean)}: {self.sessions:,} sessions, {self.tokens:,} tokens"
+      f"{self.model.name} on {self.devices} x {units.size(self.hbm)}: weights"
+      f" {units.size(self.weights / self.devices)} a device"
+      + (f" ({units.size(self.host)} in host memory)" if self.host else "")
+      + f", {self.reserve:.0%} kept free, {units.size(self.room)} for sessions of"
+      f" {units.size(self.mean)}: {self.sessions:,} sessions, {self.tokens:,} tokens"
     )
 
   __repr__ = __str__
@@ -105,8 +106,10 @@ class Capacity:
     formats = {"share": "{:.1%}".format, "bytes_a_session": "{:,}".format}
     return f"<p>{self}</p>" + self.frame.to_html(border=0, formatters=formats)
 
-  def plot(self) -> look.Plot:
+  def plot(self) -> Plot:
     """What fills a device, and sessions against the context they all would have."""
+    from hysparse.analysis import look
+
     figure = look.figure(10, 3.4)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
     parts = {
@@ -117,10 +120,10 @@ class Capacity:
     start = 0.0
     for name, (size, colour) in parts.items():
       left.bar(
-        [0], [size], bottom=start, color=colour, label=f"{name} {look.size(size)}", width=0.5
+        [0], [size], bottom=start, color=colour, label=f"{name} {units.size(size)}", width=0.5
       )
       start += size
-    left.axhline(self.hbm, color=look.BLACK, linestyle="--", label=f"memory {look.size(self.hbm)}")
+    left.axhline(self.hbm, color=look.BLACK, linestyle="--", label=f"memory {units.size(self.hbm)}")
     left.set_xlim(-0.4, 2.0)
     left.set_xticks([0], ["one device"])
     look.byte_axis(left)
@@ -192,7 +195,7 @@ def capacity(
   )  # fmt: skip
   if not result.room:
     raise config_lib.ConfigError(
-      f"devices: weights take {look.size(weights / devices)} of each; {look.size(hbm)} with"
+      f"devices: weights take {units.size(weights / devices)} of each; {units.size(hbm)} with"
       f" {reserve:.0%} kept free leave nothing for sessions"
     )
   return result

@@ -17,6 +17,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from hysparse import config as config_lib
+from hysparse.analysis.frames import frame
 from hysparse.cache.layout import Component
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
@@ -127,17 +128,16 @@ class Table:
   @property
   def frame(self) -> pandas.DataFrame:
     """The lines as a DataFrame, bytes as whole numbers (per token as float)."""
-    import pandas
-
-    rows = [_plain(line) for line in self.lines]
-    return pandas.DataFrame(rows).set_index(["component", "layer"])
+    return frame(map(_plain, self.lines), ["component", "layer"])
 
   @property
   def components(self) -> pandas.DataFrame:
     """The same summed over the layers that own a component, with its share of the total."""
-    import pandas
+    return frame(self.summed(), "component")
 
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+  def summed(self) -> list[dict[str, Any]]:
+    """The rows of `components`."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for line in self.lines:
       key = (line.component, line.format, line.lifetime, ", ".join(line.tiers))
       row = rows.setdefault(key, {"layers": [], **dict.fromkeys(_SUMMED, 0)})
@@ -145,7 +145,7 @@ class Table:
       for name in _SUMMED:
         row[name] += getattr(line, name)
     total = sum(row["total"] for row in rows.values())
-    table = [
+    return [
       {
         **dict(zip(("component", "format", "lifetime", "tiers"), key, strict=True)),
         **row,
@@ -155,17 +155,17 @@ class Table:
       }
       for key, row in rows.items()
     ]
-    return pandas.DataFrame(table).set_index("component")
 
   @property
   def tiers(self) -> pandas.DataFrame:
     """Bytes of each tier, of all sequences and of one."""
-    import pandas
-
     names: tuple[Tier, ...] = ("resident", "pool", "persistent")
-    rows = {name: self.tier(name) for name in names}
-    each = {name: rows[name] / self.batch for name in names}
-    return pandas.DataFrame({"bytes": rows, "bytes a sequence": each}).rename_axis("tier")
+    sizes = {name: self.tier(name) for name in names}
+    rows = [
+      {"tier": name, "bytes": size, "bytes a sequence": size / self.batch}
+      for name, size in sizes.items()
+    ]
+    return frame(rows, "tier")
 
   def at(self, context: int) -> Table:
     """The same for sequences of another length."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from hysparse.analysis import look
+from hysparse.analysis import look, units
 
 if TYPE_CHECKING:
   from hysparse.analysis.table import Table
@@ -46,7 +46,7 @@ def _by_layer(axes: Axes, table: Table) -> None:
   axes.set_ylabel("bytes a token of context")
   axes.set_xlim(-0.7, layers - 0.3)
   axes.set_ylim(0, 1.25 * max(*bottom, 1))
-  axes.set_title(f"{look.number(float(table.per_token))} bytes a token", fontsize="medium")
+  axes.set_title(f"{units.number(float(table.per_token))} bytes a token", fontsize="medium")
   axes.legend(fontsize="small")
 
 

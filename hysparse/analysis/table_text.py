@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hysparse.analysis import look
+from hysparse.analysis import units
 from hysparse.footprint import text as text_lib
 
 if TYPE_CHECKING:
@@ -15,12 +15,11 @@ _COLUMNS = ("layers", "format", "lifetime", "per_token", "values", "scales", "pa
 
 def text(table: Table) -> str:
   """For a terminal: components, then tiers."""
-  frame = table.components
   columns = (*_COLUMNS, "replication", "total")
   head = ("component", *(name.replace("_", " ") for name in columns))
   lines = [head]
-  for component, row in zip(frame.index, frame.to_dict("records"), strict=True):
-    lines.append((component, *(_cell(row[name]) for name in columns)))
+  for row in table.summed():
+    lines.append((row["component"], *(units.cell(row[name]) for name in columns)))
   shown = text_lib.table(lines, right=range(4, len(head)))
   tiers = [f"{tier}: {table.tier(tier):,} bytes" for tier in ("resident", "pool", "persistent")]
   return "\n\n".join([headline(table), shown, "\n".join(tiers)])
@@ -29,7 +28,7 @@ def text(table: Table) -> str:
 def html(table: Table) -> str:
   """For a notebook: the headline, components, tiers."""
   frame = table.components.drop(columns=["tiers"])
-  share = {"share": "{:.1%}".format, "per_token": _cell}
+  share = {"share": "{:.1%}".format, "per_token": units.cell}
   whole = dict.fromkeys(("values", "scales", "padding", "replication", "total"), "{:,}".format)
   shown = frame.rename(columns={"per_token": "bytes a token"}).to_html(
     formatters={
@@ -49,11 +48,5 @@ def headline(table: Table) -> str:
   return (
     f"{model.name} ({model.precision}): {text_lib.number(table.per_token)} bytes a token;"
     f" {many}{table.context:,} tokens in pages of {table.page}{copies}:"
-    f" {look.size(table.tier('resident'))} resident"
+    f" {units.size(table.tier('resident'))} resident"
   )
-
-
-def _cell(value: object) -> str:
-  if isinstance(value, float):
-    return f"{value:,.2f}"
-  return f"{value:,}" if isinstance(value, int) else str(value)

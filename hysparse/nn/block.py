@@ -114,6 +114,9 @@ class Block(nnx.Module):
         through the layer.
     """
     x, rows = self.remember(carry.x_BxSxMxD, inputs)
+    opened = None
+    if wanted.trace and rows is not None:
+      opened = self.engram.openings(carry.x_BxSxMxD, inputs.ids, inputs.batch)
     carry, source = Carry(x, carry.pre_BxSxM), None
     if last is not None:
       source = Source(self.attn_norm(self.hc_attn.read(*carry)), inputs.batch)
@@ -121,8 +124,9 @@ class Block(nnx.Module):
       inputs, x = dataclasses.replace(inputs, batch=inputs.batch.last(last)), carry.x_BxSxMxD
     passed = self.transform(carry, inputs, published, cache, wanted, source)
     aux = passed.aux
-    if wanted.trace and rows is not None:
-      aux = dataclasses.replace(aux, trace=aux.trace | {"engram": x, "engram_rows": rows})
+    if opened is not None:
+      told = {"engram": x, "engram_rows": rows, "engram_gates": opened}
+      aux = dataclasses.replace(aux, trace=aux.trace | told)
     if wanted.entering:
       mean_BxSxD = x.astype(jnp.float32).mean(2).astype(x.dtype)
       aux = dataclasses.replace(aux, entering_BxSxD=mean_BxSxD)

@@ -85,15 +85,7 @@ class Engram(nnx.Module):
   ) -> tuple[Float[Array, "B S M D"], Int[Array, "B S J"]]:
     """The streams with memory added, and the rows of the table that were looked up."""
     B, S, M, D = x_BxSxMxD.shape
-    rows_BxSxJ = engram.hash_rows(
-      ids.compressed_BxS,
-      batch.positions_BxS,
-      self.constants,
-      ids.pad,
-      history_BxL=ids.history_BxL,
-    )
-    memory = weights.look_up(self.table, rows_BxSxJ, x_BxSxMxD.dtype).reshape(B * S, -1)
-    kv_NxD = self.wkv(memory).reshape(B * S, M + 1, D)
+    kv_NxD, rows_BxSxJ = self._look_up(x_BxSxMxD, ids, batch)
     x_NxMxD = engram.gate(
       x_BxSxMxD.reshape(B * S, M, D),
       kv_NxD[:, :M],
@@ -105,3 +97,30 @@ class Engram(nnx.Module):
       backend=self.run.backend,
     )
     return x_NxMxD.reshape(B, S, M, D), rows_BxSxJ
+
+  def openings(
+    self, x_BxSxMxD: Float[Array, "B S M D"], ids: Ids, batch: Batch
+  ) -> Float[Array, "B S M"]:
+    """How far the gate of each stream is open; the call itself does not tell."""
+    B, S, M, D = x_BxSxMxD.shape
+    kv_NxD, _ = self._look_up(x_BxSxMxD, ids, batch)
+    opened_NxM = engram.openings(
+      x_BxSxMxD.reshape(B * S, M, D), kv_NxD[:, :M], self.q_weight[...], self.k_weight[...],
+      batch.is_image_BxS.reshape(B * S), self.config.norm_eps,
+    )  # fmt: skip
+    return opened_NxM.reshape(B, S, M)
+
+  def _look_up(
+    self, x_BxSxMxD: Float[Array, "B S M D"], ids: Ids, batch: Batch
+  ) -> tuple[Float[Array, "N M+1 D"], Int[Array, "B S J"]]:
+    """A key for each stream and a value, of every token; and the rows they come from."""
+    rows_BxSxJ = engram.hash_rows(
+      ids.compressed_BxS,
+      batch.positions_BxS,
+      self.constants,
+      ids.pad,
+      history_BxL=ids.history_BxL,
+    )
+    B, S, M, D = x_BxSxMxD.shape
+    memory = weights.look_up(self.table, rows_BxSxJ, x_BxSxMxD.dtype).reshape(B * S, -1)
+    return self.wkv(memory).reshape(B * S, M + 1, D), rows_BxSxJ

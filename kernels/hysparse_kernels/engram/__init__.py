@@ -2,6 +2,7 @@
 
 from hysparse_kernels.engram.api import gate
 from hysparse_kernels.engram.hash import hash_rows
+from hysparse_kernels.engram.reference import openings
 from hysparse_kernels.engram.tables import HashConstants, hash_constants
 
-__all__ = ["HashConstants", "gate", "hash_constants", "hash_rows"]
+__all__ = ["HashConstants", "gate", "hash_constants", "hash_rows", "openings"]

@@ -1,0 +1,324 @@
+"""What each format of the precision dial does to real latents, against its bytes.
+
+    measured = dial(hysparse.load("runs/demo", numerics="exact"), text)
+    measured.frame, measured.plot()
+    logit_change("runs/demo", text, {"released": {}, "FP8": {"main_kv": "fp8"}})
+
+Latents are those of a forward pass that rounds nothing; each is then stored and read back in every
+format. Errors are relative: the root mean square of the difference over that of the values. What
+the error does is measured one component at a time, everything else unrounded:
+
+- main_kv, window_kv: how far the layer's attention output moves;
+- index_k (keys and queries): which share of the selected entries changes.
+
+Source: arXiv 2609.19969, section 4 (formats).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from hysparse_kernels.formats import Stored, fake_quant
+from hysparse_kernels.indexer import select
+from hysparse_kernels.sparse_attention import View, sparse_attention
+
+from hysparse.analysis.frames import frame
+from hysparse.analysis.prompts import prompt_of
+from hysparse.analysis.selected import share
+from hysparse.cache.layout import stored_row
+from hysparse.config import Config, ConfigError, Format, ModelConfig
+from hysparse.footprint import text
+from hysparse.nn.batch import Batch
+from hysparse.nn.calls import Call
+from hysparse.nn.model import Model, forward
+from hysparse.schedule import LayerSpec
+
+if TYPE_CHECKING:
+  import pandas
+
+  from hysparse.analysis.look import Plot
+  from hysparse.conversion.load import Loaded
+
+FORMATS = get_args(Format)
+_EFFECTS = {
+  "main_kv": "attention output moves",
+  "index_k": "selected entries change",
+  "window_kv": "attention output moves",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """One component in one format, the mean over the layers that own it.
+
+  Attributes:
+    component: of the dial.
+    format: it was stored in.
+    bytes: of an entry of this model's width, scales included.
+    error: relative, of the values (index_k: of keys and queries).
+    effect: see the module.
+    released: whether the model's config says so.
+  """
+
+  component: str
+  format: str
+  bytes: int
+  error: float
+  effect: float
+  released: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Dial:
+  """All components in all formats."""
+
+  model: ModelConfig
+  points: tuple[Measured, ...]
+
+  @property
+  def frame(self) -> pandas.DataFrame:
+    rows = [dataclasses.asdict(p) | {"effect_is": _EFFECTS[p.component]} for p in self.points]
+    return frame(rows, ["component", "format"])
+
+  def __str__(self) -> str:
+    lines = [("component", "format", "bytes", "error", "", "effect")]
+    lines += [
+      (p.component, p.format, str(p.bytes), f"{p.error:.2%}", _EFFECTS[p.component],
+       f"{p.effect:.2%}") for p in self.points
+    ]  # fmt: skip
+    return text.table(lines, right=(2, 3, 5))
+
+  __repr__ = __str__
+
+  def _repr_html_(self) -> str:
+    return self.frame.to_html(border=0, float_format="{:.2g}".format)
+
+  def plot(self) -> Plot:
+    """Error and effect against bytes an entry; released formats are marked."""
+    from hysparse.analysis import look
+
+    figure = look.figure(10, 3.8)
+    left, right = figure.subplots(1, 2, sharex=True)
+    colours = {"main_kv": look.colour("main_kv"), "index_k": look.colour("index_keys")}
+    colours["window_kv"] = look.colour("window")
+    for component, colour in colours.items():
+      points = sorted((p for p in self.points if p.component == component), key=lambda p: p.bytes)
+      points = [p for p in points if p.format != "f32"]  # rounds nothing
+      for axes, name in ((left, "error"), (right, "effect")):
+        heights = [100 * getattr(p, name) for p in points]
+        axes.plot([p.bytes for p in points], heights, "o-", color=colour, label=component)
+        for p, height in zip(points, heights, strict=True):
+          if p.released:
+            axes.plot([p.bytes], [height], "s", color=colour, markersize=12, fillstyle="none")
+          if axes is right or component == "main_kv":  # on the left all lie in one place
+            at = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": "x-small"}
+            axes.annotate(p.format, (p.bytes, height), **at)
+    left.set_ylabel("relative error of the values (%)")
+    right.set_ylabel("output moves, or entries change (%)")
+    for axes in (left, right):
+      axes.set_xscale("log", base=2)
+      ticks = sorted({p.bytes for p in self.points if p.format in ("fp4", "fp8", "bf16")})
+      axes.set_xticks(ticks, list(map(str, ticks)), rotation=45)
+      axes.minorticks_off()
+      axes.set_xlabel("bytes an entry")
+      axes.set_ylim(bottom=0, top=1.15 * axes.get_ylim()[1])
+      axes.grid(alpha=0.3)
+    left.plot([], [], "s", color=look.BLACK, markersize=10, fillstyle="none", label="released")
+    left.legend(fontsize="small")
+    return look.Plot(figure)
+
+
+def dial(
+  model: Loaded | tuple[Config, nnx.GraphDef, nnx.State],
+  prompt: str | Sequence[int],
+  formats: Sequence[str] = FORMATS,
+) -> Dial:
+  """Measures every component that the schedule has.
+
+  Args:
+    model: as in `selection`, with numerics "exact".
+    prompt: the same; of some hundred tokens, so that there is something to select from.
+    formats: of the dial.
+
+  Raises:
+    ConfigError: other numerics, an unknown format, or a prompt that does not fit.
+  """
+  seen = prompt_of(model, prompt)
+  config = seen.config.model
+  if seen.config.train.numerics != "exact":
+    raise ConfigError(
+      f"numerics: is {seen.config.train.numerics!r}; latents are measured under 'exact'"
+    )
+  for name in formats:
+    if name not in FORMATS:
+      raise ConfigError(f"formats: has {name!r}; must be of {', '.join(FORMATS)}")
+  found = _measure(
+    seen.graphdef, seen.state, seen.padded_S, seen.count, config=config, formats=tuple(formats)
+  )
+  points = []
+  for component, layers in found.items():
+    width = config.index_dim if component == "index_k" else config.head_dim
+    if component == "index_k":
+      effects = np.stack([_changed(numbers, seen.count) for numbers in layers])
+    else:
+      effects = np.stack([numbers["effect"] for numbers in layers])
+    errors = np.stack([numbers["error"] for numbers in layers])
+    for i, format in enumerate(formats):
+      size = sum(part.bytes for part in stored_row(format, width))
+      means = float(errors[:, i].mean()), float(effects[:, i].mean())
+      released = getattr(config, component) == format
+      points.append(Measured(component, format, size, *means, released))
+  return Dial(config, tuple(points))
+
+
+def _changed(numbers: Mapping[str, jax.Array], count: int) -> np.ndarray:
+  """By format, the share of entries selected without rounding that are not selected with it."""
+  before = np.asarray(numbers["before"])[0, :count]
+  afters = np.asarray(numbers["after"])[:, 0, :count]
+  return np.array([1 - np.nanmean(share(before, after)) for after in afters])
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "config", "formats"))
+def _measure(graphdef, state, tokens_S, count, *, config: ModelConfig, formats: Sequence[str]):
+  """By component, a list over layers of numbers by format."""
+  model: Model = nnx.merge(graphdef, state)
+  batch = Batch.of(tokens_S[None], jnp.asarray([count]), is_prompt=True)
+  traces = model.hidden(batch, call=Call(capture=True)).aux.trace
+  found: dict[str, list] = {}
+  for trace, spec in zip(traces, config.layers.layers, strict=True):
+    attended = spec.is_sparse and trace["ids"] is not None
+    if spec.has_window:
+      found.setdefault("window_kv", []).append(_window(trace, batch, config, formats, attended))
+    if spec.is_source and attended:
+      found.setdefault("main_kv", []).append(_entries(trace, batch, config, formats, spec))
+    if spec.has_indexer and attended:
+      found.setdefault("index_k", []).append(_index(trace, batch, config, formats, spec))
+  return found
+
+
+def _rounded(values: jax.Array, formats: Sequence[str]) -> jax.Array:
+  """As they come back from each format, [formats, ...]."""
+  return jnp.stack([fake_quant(values, format) for format in formats])
+
+
+def _relative(changed: jax.Array, of: jax.Array, there: jax.Array) -> jax.Array:
+  """By format: root mean square of a change over that of the values, of rows that are there."""
+  there = jnp.expand_dims(there, range(there.ndim, of.ndim))
+  change = jnp.where(there, changed.astype(jnp.float32) - of, 0.0)
+  over = tuple(range(1, changed.ndim))
+  return jnp.sqrt(jnp.square(change).sum(over) / jnp.square(jnp.where(there, of, 0.0)).sum())
+
+
+def _output(trace, batch: Batch, config: ModelConfig, window: Stored, entries: Stored | None):
+  view = View(window, batch.positions_BxS, width=config.window)
+  if entries is not None:
+    rows = trace["entries"].locate(trace["ids"])
+    view = dataclasses.replace(view, entries=entries, rows_BxSxK=rows)
+  q, scale = trace["q"], config.head_dim**-0.5
+  return sparse_attention(q, batch.positions_BxS, view, trace["sink"], scale=scale).out_BxSxHxC
+
+
+def _window(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], attended: bool):
+  entries = trace["entries"].rows if attended else None
+  values = trace["window"].decode()
+  rounded = _rounded(values, formats)
+  output = lambda window: _output(trace, batch, config, Stored.plain(window), entries)  # noqa: E731
+  return {
+    "error": _relative(rounded, values, batch.valid_BxS),
+    "effect": _relative(jax.lax.map(output, rounded), output(values), batch.valid_BxS),
+  }
+
+
+def _entries(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], spec: LayerSpec):
+  values = trace["entries"].rows.decode()
+  rounded = _rounded(values, formats)
+  output = lambda rows: _output(trace, batch, config, trace["window"], Stored.plain(rows))  # noqa: E731
+  return {
+    "error": _relative(rounded, values, _whole(values, batch, spec)),
+    "effect": _relative(jax.lax.map(output, rounded), output(values), batch.valid_BxS),
+  }
+
+
+def _index(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], spec: LayerSpec):
+  (q, weights), keys = trace["index"], trace["index_keys"]
+  within = trace["pool"] if spec.candidate_role == "pool" else None
+  values = keys.rows.decode()
+
+  def chosen(rounded):
+    q, values = rounded
+    stored = dataclasses.replace(keys, rows=Stored.plain(values))
+    span = batch.span(spec.ratio)
+    return select(q, stored, weights, *span, top_k=config.top_k, within=within).rows_BxSxK
+
+  rounded_q, rounded_k = _rounded(q, formats), _rounded(values, formats)
+  errors = (
+    _relative(rounded_k, values, _whole(values, batch, spec)),
+    _relative(rounded_q, q, batch.valid_BxS),
+  )
+  return {
+    "error": (errors[0] + errors[1]) / 2,
+    "before": chosen((q, values)),
+    "after": jax.lax.map(chosen, (rounded_q, rounded_k)),
+  }
+
+
+def _whole(values_TxC: jax.Array, batch: Batch, spec: LayerSpec) -> jax.Array:
+  """Entries [T] of the prompt's tokens: those behind them are of padding."""
+  return jnp.arange(values_TxC.shape[0]) < batch.span(spec.ratio)[1].max()
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+  """What a dial does to the predictions: means over the prompt.
+
+  Attributes:
+    per_token: bytes a token of context.
+    kl: from the unrounded prediction to the rounded one, nats.
+    same: share of positions whose most likely token stays.
+  """
+
+  per_token: float
+  kl: float
+  same: float
+
+
+def logit_change(
+  path: str | os.PathLike, prompt: str | Sequence[int], dials: Mapping[str, Mapping[str, str]]
+) -> dict[str, Change]:
+  """Predictions under numerics "kvquant" with these dials beside those under "exact".
+
+  Args:
+    path: of the model.
+    dials: name -> formats of components, as `hysparse.load` takes them; {} is the config's.
+
+  Raises:
+    ConfigError: a format or a prompt that does not fit; else as `hysparse.load`.
+  """
+  from hysparse.analysis.table import footprint
+  from hysparse.conversion.load import load
+
+  step = jax.jit(forward, static_argnums=0, static_argnames="all_positions")
+
+  def predicted(**options: Any) -> tuple[jax.Array, ModelConfig]:
+    loaded = load(path, dequantise="f32", **options)  # the same values, and compiled sooner
+    seen = prompt_of(loaded, prompt)
+    batch = Batch.of(seen.padded_S[None], jnp.asarray([seen.count]), is_prompt=True)
+    logits = step(seen.graphdef, seen.state, batch, all_positions=True).logits_BxNxV
+    return jax.nn.log_softmax(logits[0, : seen.count]), loaded.config.model
+
+  exact, _ = predicted(numerics="exact")
+  changes = {}
+  for name, formats in dials.items():
+    rounded, config = predicted(numerics="kvquant", dial=dict(formats))
+    kl = (jnp.exp(exact) * (exact - rounded)).sum(-1).mean()
+    same = (exact.argmax(-1) == rounded.argmax(-1)).mean()
+    changes[name] = Change(float(footprint(config).per_token), float(kl), float(same))
+  return changes
