@@ -64,33 +64,26 @@ class Comparison:
     return self.frame.to_html(border=0, float_format="{:,.2f}".format)
 
   def plot(self) -> Plot:
-    """Bytes a token by component, and bytes of one sequence against its context."""
+    """Bytes a token, and bytes of one sequence against its context, to each model's longest."""
     from hysparse.analysis import look
 
     count = len(self.tables)
     figure = look.figure(10, max(3.6, 1.6 + 0.4 * count))
     left, right = figure.subplots(1, 2)
     names = [table.model.name for table in self.tables]
-    shown: set[str] = set()
-    for place, table in enumerate(self.tables):
-      start = 0.0
-      for component in dict.fromkeys(x.component for x in table.lines if x.lifetime == "global"):
-        size = float(sum(x.per_token for x in table.lines if x.component == component))
-        label = None if component in shown else component
-        left.barh(place, size, left=start, color=look.colour(component), label=label)
-        shown.add(component)
-        start += size
-      left.text(start, place, f" {units.number(start)}", va="center", fontsize="small")
+    sizes = [float(table.per_token) for table in self.tables]
+    left.barh(range(count), sizes, color=look.LIGHT)
+    for place, size in enumerate(sizes):
+      left.text(size, place, f" {units.number(size)}", va="center", fontsize="small")
     left.set_yticks(range(count), names, fontsize="small")
     left.invert_yaxis()
-    left.set_xlabel("bytes a token of context")
-    look.byte_axis(left, "x")
-    left.locator_params(axis="x", nbins=5)
-    left.set_xlim(0, 1.25 * max(float(table.per_token) for table in self.tables) or 1)
-    left.legend(fontsize="small", loc="best")
+    left.set_xscale("log")
+    left.set_xlim(min(filter(None, sizes), default=1) / 4, 8 * max(*sizes, 1))
+    left.set_xlabel("bytes a token of context (logarithmic)")
+    left.set_title("what each token adds", fontsize="medium")
     for table, style in zip(self.tables, look.models(count), strict=True):
       longest = table.model.max_positions or _CONTEXTS[-1]
-      contexts = [n for n in _CONTEXTS if n <= longest]
+      contexts = sorted({*(n for n in _CONTEXTS if n <= longest), min(longest, _CONTEXTS[-1])})
       sizes = [table.at(n).tier("resident") / (table.batch * table.replicas) for n in contexts]
       right.plot(contexts, sizes, markersize=4.5, label=table.model.name, **style)
     look.context_axis(right, _CONTEXTS)
@@ -98,6 +91,7 @@ class Comparison:
     right.set_ylim(top=right.get_ylim()[1] * 30)  # room for the legend
     look.byte_axis(right)
     right.set_ylabel("bytes of one sequence")
+    right.set_title("to the longest context of each model", fontsize="medium")
     right.grid(alpha=0.3)
     right.legend(fontsize="x-small", loc="upper left", ncols=2)
     return look.Plot(figure)

@@ -8,7 +8,7 @@ Latents are those of a forward pass that rounds nothing; each is then stored and
 format. Errors are relative: the root mean square of the difference over that of the values. What
 the error does is measured one component at a time, everything else unrounded:
 
-- main_kv, window_kv: how far the layer's attention output moves;
+- main_kv, window_kv: how far the attention output of the layer that owns them moves;
 - index_k (keys and queries): which share of the selected entries changes.
 
 Source: arXiv 2609.19969, section 4 (formats).
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from hysparse_kernels.dense_attention import dense_attention, merge
 from hysparse_kernels.formats import Stored, fake_quant
 from hysparse_kernels.indexer import select
 from hysparse_kernels.sparse_attention import View, sparse_attention
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
   from hysparse.conversion.load import Loaded
 
 FORMATS = get_args(Format)
+# Of the picture; the last, f32, rounds nothing.
+_MARKERS = {"mxfp4": "v", "fp4": "o", "fp8": "D", "bf16": "s"}
 _EFFECTS = {
   "main_kv": "attention output moves",
   "index_k": "selected entries change",
@@ -109,18 +112,20 @@ class Dial:
     left, right = figure.subplots(1, 2, sharex=True)
     colours = {"main_kv": look.colour("main_kv"), "index_k": look.colour("index_keys")}
     colours["window_kv"] = look.colour("window")
+    wide = 7.0  # lines that lie on each other get narrower, so that all are seen
     for component, colour in colours.items():
       points = sorted((p for p in self.points if p.component == component), key=lambda p: p.bytes)
-      points = [p for p in points if p.format != "f32"]  # rounds nothing
+      points = [p for p in points if p.format in _MARKERS]
       for axes, name in ((left, "error"), (right, "effect")):
         heights = [100 * getattr(p, name) for p in points]
-        axes.plot([p.bytes for p in points], heights, "o-", color=colour, label=component)
+        axes.plot([p.bytes for p in points], heights, color=colour, linewidth=wide)
         for p, height in zip(points, heights, strict=True):
+          axes.plot(p.bytes, height, _MARKERS[p.format], color=colour, markersize=wide + 3)
           if p.released:
-            axes.plot([p.bytes], [height], "s", color=colour, markersize=12, fillstyle="none")
-          if axes is right or component == "main_kv":  # on the left all lie in one place
-            at = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": "x-small"}
-            axes.annotate(p.format, (p.bytes, height), **at)
+            axes.plot(p.bytes, height, "o", color=look.BLACK, markersize=16, fillstyle="none")
+      if points:
+        left.plot([], [], color=colour, linewidth=3, label=component)
+      wide -= 2.5
     left.set_ylabel("relative error of the values (%)")
     right.set_ylabel("output moves, or entries change (%)")
     for axes in (left, right):
@@ -131,8 +136,11 @@ class Dial:
       axes.set_xlabel("bytes an entry")
       axes.set_ylim(bottom=0, top=1.15 * axes.get_ylim()[1])
       axes.grid(alpha=0.3)
-    left.plot([], [], "s", color=look.BLACK, markersize=10, fillstyle="none", label="released")
-    left.legend(fontsize="small")
+    left.plot([], [], "o", color=look.BLACK, markersize=12, fillstyle="none", label="released")
+    left.legend(fontsize="small", loc="upper right")
+    for format in dict.fromkeys(p.format for p in self.points if p.format in _MARKERS):
+      right.plot([], [], _MARKERS[format], color=look.BLACK, label=format)
+    right.legend(fontsize="small", loc="upper right")
     return look.Plot(figure)
 
 
@@ -194,9 +202,13 @@ def _measure(graphdef, state, tokens_S, count, *, config: ModelConfig, formats: 
   traces = model.hidden(batch, call=Call(capture=True)).aux.trace
   found: dict[str, list] = {}
   for trace, spec in zip(traces, config.layers.layers, strict=True):
-    attended = spec.is_sparse and trace["ids"] is not None
+    # Without a whole group of tokens there are no entries.
+    attended = (spec.is_sparse or spec.is_source) and trace["entries"] is not None
     if spec.has_window:
-      found.setdefault("window_kv", []).append(_window(trace, batch, config, formats, attended))
+      entries = trace["entries"].rows if attended else None
+      found.setdefault("window_kv", []).append(
+        _window(trace, batch, config, formats, spec, entries)
+      )
     if spec.is_source and attended:
       found.setdefault("main_kv", []).append(_entries(trace, batch, config, formats, spec))
     if spec.has_indexer and attended:
@@ -217,20 +229,29 @@ def _relative(changed: jax.Array, of: jax.Array, there: jax.Array) -> jax.Array:
   return jnp.sqrt(jnp.square(change).sum(over) / jnp.square(jnp.where(there, of, 0.0)).sum())
 
 
-def _output(trace, batch: Batch, config: ModelConfig, window: Stored, entries: Stored | None):
-  view = View(window, batch.positions_BxS, width=config.window)
-  if entries is not None:
+def _output(
+  trace, batch: Batch, config: ModelConfig, spec: LayerSpec, window: Stored, entries: Stored | None
+):
+  """Attention [B, S, H, C] of a layer with this window and these entries."""
+  q, positions, scale = trace["q"], batch.positions_BxS, config.head_dim**-0.5
+  view = View(window, positions, width=config.window)
+  if entries is not None and spec.is_sparse:
     rows = trace["entries"].locate(trace["ids"])
     view = dataclasses.replace(view, entries=entries, rows_BxSxK=rows)
-  q, scale = trace["q"], config.head_dim**-0.5
-  return sparse_attention(q, batch.positions_BxS, view, trace["sink"], scale=scale).out_BxSxHxC
+  attended = sparse_attention(q, positions, view, trace["sink"], scale=scale)
+  if entries is not None and spec.mode == "dense":
+    every = dataclasses.replace(trace["entries"], rows=entries).values(q.dtype)[:, :, None]
+    lo, hi = batch.span(spec.ratio)
+    attended = merge(attended, dense_attention(q, every, every, lo, hi, scale=scale))
+  return attended.out_BxSxHxC
 
 
-def _window(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], attended: bool):
-  entries = trace["entries"].rows if attended else None
+def _window(
+  trace, batch: Batch, config: ModelConfig, formats: Sequence[str], spec: LayerSpec, entries
+):
   values = trace["window"].decode()
   rounded = _rounded(values, formats)
-  output = lambda window: _output(trace, batch, config, Stored.plain(window), entries)  # noqa: E731
+  output = lambda kept: _output(trace, batch, config, spec, Stored.plain(kept), entries)  # noqa: E731
   return {
     "error": _relative(rounded, values, batch.valid_BxS),
     "effect": _relative(jax.lax.map(output, rounded), output(values), batch.valid_BxS),
@@ -240,7 +261,8 @@ def _window(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], at
 def _entries(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], spec: LayerSpec):
   values = trace["entries"].rows.decode()
   rounded = _rounded(values, formats)
-  output = lambda rows: _output(trace, batch, config, trace["window"], Stored.plain(rows))  # noqa: E731
+  window = trace["window"]
+  output = lambda kept: _output(trace, batch, config, spec, window, Stored.plain(kept))  # noqa: E731
   return {
     "error": _relative(rounded, values, _whole(values, batch, spec)),
     "effect": _relative(jax.lax.map(output, rounded), output(values), batch.valid_BxS),

@@ -15,13 +15,15 @@ Each factor is what remains of the step before; their product is the whole ratio
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from hysparse.analysis import units
 from hysparse.analysis.frames import frame
 from hysparse.footprint import text
-from hysparse.footprint.kept import Kept
+from hysparse.footprint.kept import Kept, Reads
 from hysparse.footprint.read import Precision, Source, read
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class Waterfall:
     factors = self.factors
     for place, step, size in zip(places, shown, sizes, strict=True):
       factor = factors.get(step.name)
-      divided = f"   / {units.number(float(factor))}" if factor else ""
+      divided = f"   (÷ {units.number(float(factor))})" if factor else ""
       axes.text(size * 1.1, place, f"{units.number(size)}{divided}", va="center", fontsize="small")
     names = [f"{step.name}\n{step.what}" for step in shown]
     axes.set_yticks(places, names, fontsize="small")
@@ -127,11 +129,12 @@ def waterfall(config_or_path: Source, *, precision: Precision = None) -> Waterfa
   whole = sum(layer.channels * layer.rate for layer in layers)
   steps = (
     Step(
-      "multi-head attention", f"{len(layers)} layers, every head its own keys and values, BF16",
+      "multi-head attention",
+      f"{len(layers)} layers, keys and values of all heads: {model.head_channels:,} channels, BF16",
       Fraction(_WIDE * len(layers) * model.head_channels),
     ),
     Step(
-      "entry size", f"{max(layer.channels for layer in layers):,} values an entry",
+      "entry size", f"{_channels(layers)} channels an entry",
       Fraction(_WIDE * sum(layer.channels for layer in layers)),
     ),
     Step("sequence", ", ".join(filter(None, sequence)) or "an entry a token", _WIDE * whole),
@@ -142,3 +145,11 @@ def waterfall(config_or_path: Source, *, precision: Precision = None) -> Waterfa
     Step("precision", model.precision, model.per_token),
   )  # fmt: skip
   return Waterfall(model, steps)
+
+
+def _channels(layers: Sequence[Reads]) -> str:
+  """640, or 512 in 2 layers and 640 in 38."""
+  counts = Counter(layer.channels for layer in layers)
+  if len(counts) == 1:
+    return f"{layers[0].channels:,}"
+  return " and ".join(f"{channels:,} in {count} layers" for channels, count in counts.items())

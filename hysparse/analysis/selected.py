@@ -248,12 +248,10 @@ def selection(
   chosen = {}
   for layer, arrays in found["chosen"].items():
     spec = c.layers[layer]
-    source = layer if spec.is_source else spec.kv_source
-    ratio = c.layers[source].ratio
-    visible = (np.arange(count) + 1) // ratio
+    visible = (np.arange(count) + 1) // spec.ratio
     block = c.candidate_block_size if "pool_SxN" in arrays else 1
     chosen[layer] = Chosen(
-      layer, source, ratio, str(spec), visible_S=visible, pool_block=block, **arrays
+      layer, spec.kv_source, spec.ratio, str(spec), visible_S=visible, pool_block=block, **arrays
     )
   tokens_S, texts = seen.padded_S[:count], None
   if seen.tokenizer is not None:

@@ -88,6 +88,7 @@ def recall(shown: Selection) -> look.Plot:
   axes.set_ylim(0, 1.35)
   axes.set_yticks(np.linspace(0, 1, 6))
   axes.legend(fontsize="small", loc="upper left", ncols=3)
+  axes.set_axisbelow(True)
   axes.grid(axis="y", alpha=0.3)
   return look.Plot(figure)
 

@@ -111,7 +111,7 @@ class Capacity:
     from hysparse.analysis import look
 
     figure = look.figure(10, 3.4)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
     parts = {
       "weights": (self.weights / self.devices, look.GREY),
       "kept free": (self.hbm * self.reserve, look.LIGHTER),
@@ -119,24 +119,26 @@ class Capacity:
     }
     start = 0.0
     for name, (size, colour) in parts.items():
-      left.bar(
-        [0], [size], bottom=start, color=colour, label=f"{name} {units.size(size)}", width=0.5
-      )
+      left.bar([0], [size], bottom=start, color=colour, width=0.9)
+      left.text(0, start + size / 2, f"{name}: {units.size(size)}", ha="center", va="center")
       start += size
-    left.axhline(self.hbm, color=look.BLACK, linestyle="--", label=f"memory {units.size(self.hbm)}")
-    left.set_xlim(-0.4, 2.0)
-    left.set_xticks([0], ["one device"])
+    left.set_xticks([0], [f"one device of {units.size(self.hbm)}"])
     look.byte_axis(left)
     left.set_ylabel("bytes")
-    left.legend(fontsize="small", loc="center right")
+    left.set_title("what fills it", fontsize="medium")
 
     longest = self.model.max_positions or 1 << 20
     contexts = [n for n in (1 << power for power in range(12, 21)) if n <= longest]
     devices = self.devices // self.replicas
     fit = [int(self.room / _session(self.model, n)) * devices for n in contexts]
-    right.plot(contexts, [n or None for n in fit], "o-", color=look.GREY, label="if all were equal")
+    right.plot(
+      contexts, [n or None for n in fit], "o-", color=look.GREY, label="if all had so many tokens"
+    )
     mean = sum(share * n for n, share in self.shares.items())
-    right.plot([mean], [self.sessions], "D", color=look.BLACK, label="this mix, at its mean")
+    label = f"{self.sessions:,} of {units.tokens(mean)} tokens" + (
+      " on average, as asked" if len(self.shares) > 1 else ""
+    )
+    right.plot([mean], [self.sessions], "D", color=look.BLACK, label=label)
     look.context_axis(right, contexts)
     right.set_yscale("log")
     right.set_ylim(bottom=0.5)

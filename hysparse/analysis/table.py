@@ -162,7 +162,7 @@ class Table:
     names: tuple[Tier, ...] = ("resident", "pool", "persistent")
     sizes = {name: self.tier(name) for name in names}
     rows = [
-      {"tier": name, "bytes": size, "bytes a sequence": size / self.batch}
+      {"tier": name, "bytes": size, "bytes a sequence": size // self.batch}
       for name, size in sizes.items()
     ]
     return frame(rows, "tier")

@@ -64,6 +64,10 @@ def _by_context(axes: Axes, table: Table) -> None:
       axes.plot(
         contexts, each, style, color=look.colour(component), label=component, markersize=3.5
       )
+  even = _crossing(table)
+  if even is not None and contexts[0] < even < contexts[-1]:
+    label = f"half and half: {even:,.0f} tokens"
+    axes.axvline(even, color=look.BLACK, linestyle=":", linewidth=1, label=label)
   look.context_axis(axes, contexts)
   axes.set_yscale("log")
   axes.set_ylim(top=30 * max(totals))  # room for the legend
@@ -72,6 +76,12 @@ def _by_context(axes: Axes, table: Table) -> None:
   axes.set_title("what grows and what does not", fontsize="medium")
   axes.grid(alpha=0.3)
   axes.legend(fontsize="small", loc="upper left", ncols=2)
+
+
+def _crossing(table: Table) -> float | None:
+  """Tokens at which the global cache is as large as all that is bounded."""
+  bounded = table.bytes(lifetime="bounded") / (table.batch * table.replicas)
+  return bounded / float(table.per_token) if table.per_token and bounded else None
 
 
 def _names(table: Table, *lifetimes: str) -> Sequence[str]:

@@ -28,6 +28,8 @@ def tokens(value: float) -> str:
 
 def cell(value: object) -> str:
   """Of a table: whole numbers with commas, others with two digits, nothing for NaN."""
+  if value == 0:
+    return "0"
   if isinstance(value, float):
     return "" if value != value else f"{value:,.2f}"
   return f"{value:,}" if isinstance(value, int) else str(value)

@@ -7,6 +7,7 @@ import pytest
 from test_selected import made, prompt
 from test_table import entry
 
+import hysparse
 from hysparse import analysis
 from hysparse.config import ConfigError
 
@@ -21,6 +22,7 @@ def measured():
   return analysis.dial(made("candidate_blocks=6"), prompt())
 
 
+@pytest.mark.slow
 def test_errors_are_inside_the_steps(measured):
   points = {(p.component, p.format): p for p in measured.points}
   assert len(points) == 15
@@ -34,6 +36,7 @@ def test_errors_are_inside_the_steps(measured):
     assert points[component, "mxfp4"].effect > 0
 
 
+@pytest.mark.slow
 def test_bytes_and_the_released_choice(measured):
   for point in measured.points:
     assert point.bytes == entry(point.format, 16)
@@ -41,23 +44,25 @@ def test_bytes_and_the_released_choice(measured):
   assert released == {"main_kv": "fp4", "index_k": "mxfp4", "window_kv": "fp8"}
 
 
+@pytest.mark.slow
 def test_it_shows_itself(measured):
   assert len(measured.frame) == 15 and "mxfp4" in str(measured)
   assert measured.plot()._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_components_that_a_schedule_lacks():
   found = analysis.dial(made("schedule='swa*2'", "engram_layers=()"), prompt(20), ["fp8"])
   assert [p.component for p in found.points] == ["window_kv"]
 
 
 def test_what_is_refused():
-  config, *model = made("candidate_blocks=6")
-  rounded = config.from_dict({**config.to_dict(), "train": {"numerics": "kvquant"}})
+  path = str(ROOT / "configs" / "tiny.py")  # refused before the model is looked at
+  rounded = hysparse.load_config(path, ["train.numerics='kvquant'"])
   with pytest.raises(ConfigError, match="numerics: is 'kvquant'"):
-    analysis.dial((rounded, *model), prompt())
+    analysis.dial((rounded, None, None), prompt())
   with pytest.raises(ConfigError, match="formats: has 'fp5'"):
-    analysis.dial((config, *model), prompt(), ["fp5"])
+    analysis.dial((hysparse.load_config(path), None, None), prompt(), ["fp5"])
 
 
 @pytest.mark.slow
