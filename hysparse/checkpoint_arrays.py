@@ -9,8 +9,9 @@ training too.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import json
+import itertools
 import math
 import pathlib
 import shutil
@@ -20,9 +21,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from jaxtyping import Shaped
 
-from hysparse import checkpoints
+from hysparse import checkpoints, json_text
 from hysparse.checkpoints import CheckpointError
 
 # The groups of a stored state that a model is made of; see training/state.py.
@@ -30,9 +32,10 @@ PARAMS, BUFFERS = "params", "buffers"
 _GROUPS = (PARAMS, BUFFERS)
 
 _BLOCK_ELEMENTS = 1 << 20
-_CHUNK_BYTES = 4 << 20  # Orbax has many of them on the way at once
+_CHUNK_BYTES = 4 << 20
 _BATCH_BYTES = 4 << 20  # small arrays travel together: each trip costs a sync of the disk
 _BATCHES_KEPT = 4
+_CHUNKS_READ = 2  # at a time; TensorStore's default would be a second copy of the array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +141,16 @@ class _Writer(ocp.type_handlers.NumpyHandler):
       del arrays  # before the next are made
     return []
 
+  async def _open_and_write(
+    self, value: Shaped[np.ndarray, "..."], tspec: dict[str, Any], ts_context: ts.Context
+  ) -> None:
+    # Orbax hands over the whole array, and TensorStore copies chunks faster than a disk takes them.
+    store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
+    steps = zip(value.shape, store.chunk_layout.write_chunk.shape, strict=True)
+    spans = [[slice(i, min(i + n, size)) for i in range(0, size, n)] for size, n in steps]
+    for chunk in itertools.product(*spans):
+      await store[chunk].write(value[chunk], can_reference_source_data_indefinitely=True)
+
   def _made(self, value: Later, name: str) -> Shaped[np.ndarray, "..."]:
     try:
       array = value.make()
@@ -148,6 +161,20 @@ class _Writer(ocp.type_handlers.NumpyHandler):
       raise
     self.digests[name] = digest(array)
     return array
+
+
+class _Reader(ocp.type_handlers.NumpyHandler):
+  """Reads arrays without a second copy of each beside it."""
+
+  async def deserialize(
+    self, infos: Sequence[Any], args: Sequence[Any] | None = None
+  ) -> Sequence[np.ndarray]:
+    limit = {"limit": _CHUNKS_READ}
+    limits = {"file_io_concurrency": limit, "data_copy_concurrency": limit}
+    limited = [copy.copy(info) for info in infos]
+    for info in limited:
+      info.ts_context = ts.Context(limits, info.ts_context)
+    return await super().deserialize(limited, args)
 
 
 def _batches(items: Iterable[Any], sizes: Iterable[int]) -> Iterator[list[Any]]:
@@ -192,8 +219,8 @@ class StoredArrays(Mapping[str, np.ndarray]):
     self.step: int = steps[-1] if step is None else step
     self._folder = pathlib.Path(workdir).resolve() / checkpoints.FOLDER / str(self.step)
     with self._reading("checkpoint"):
-      record = json.loads((self._folder / "position" / "metadata").read_text(encoding="utf-8"))
-      self._digests: dict[str, int] = record["arrays"]
+      record = json_text.parse((self._folder / "position" / "metadata").read_bytes())
+      self._digests: dict[str, int] = dict(record["arrays"])
       with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         tree = checkpointer.metadata(self._folder / "state").item_metadata.tree
     self._groups = {name: group for group in _GROUPS for name in tree.get(group, {})}
@@ -218,10 +245,13 @@ class StoredArrays(Mapping[str, np.ndarray]):
     for name in names:
       item.setdefault(self._groups[name], {})[name] = 0
     kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    registry = ocp.type_handlers.create_type_handler_registry(
+      (np.ndarray, _Reader()), (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
     args = ocp.args.PyTreeRestore(item=item, restore_args=kinds, partial_restore=True)
     with (
       self._reading(names[0] if len(names) == 1 else f"{names[0]} and others"),
-      ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+      ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer,
     ):
       found = checkpointer.restore(self._folder / "state", args=args)
     arrays = {name: found[self._groups[name]][name] for name in names}

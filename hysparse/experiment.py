@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 
 from hysparse import checkpoints as checkpoints_lib
+from hysparse import json_text
 from hysparse import tokenizer as tokenizer_lib
 from hysparse import workdir as workdir_lib
 from hysparse.checkpoints import CheckpointError, Checkpoints
@@ -140,10 +140,10 @@ def _locked_run(config: Config, workdir: pathlib.Path) -> Result | None:
 def _finished(config: Config, workdir: pathlib.Path, record: Mapping[str, Any]) -> Result | None:
   """The stored result, if it is of all steps and of these evaluation settings."""
   path = workdir / workdir_lib.RESULT
-  if not path.exists() or record["config"]["eval"] != config.to_dict()["eval"]:
+  if not path.exists() or record["config"].get("eval") != config.to_dict()["eval"]:
     return None
   try:
-    result = Result(**json.loads(path.read_text(encoding="utf-8")))
+    result = Result(**json_text.parse(path.read_bytes()))
   except (ValueError, TypeError) as error:
     raise WorkdirError(f"{path}: cannot be read: {error}") from None
   return result if result.step == config.train.steps else None

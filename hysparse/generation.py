@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from hysparse import json_text
 from hysparse.cache.blocks import OutOfBlocks
 from hysparse.cache.state import CacheError
 from hysparse.checkpoints import CheckpointError
@@ -78,8 +78,8 @@ def read_prompts(path: pathlib.Path) -> list[Any]:
     if not line.strip():
       continue
     try:
-      record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+      record = json_text.parse(line)
+    except ValueError as error:
       raise PromptError(f"{path}:{number}: is no JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str | list):
       raise PromptError(

@@ -12,14 +12,13 @@ Source: config.json of deepseek-ai/DeepSeek-V4.1-Flash.
 from __future__ import annotations
 
 import copy
-import json
 import pathlib
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from hysparse import config as config_lib
-from hysparse import config_fields, published_schedule
+from hysparse import config_fields, json_text, published_schedule
 from hysparse import published_fields as names
 from hysparse import schedule as schedule_lib
 
@@ -33,7 +32,7 @@ def read(path: str) -> config_lib.ModelConfig:
     ConfigError: an unreadable file, an unknown architecture, or all problems of its fields.
   """
   try:
-    values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    values = json_text.parse(pathlib.Path(path).read_bytes())
   except OSError as error:
     raise config_lib.ConfigError(f"{path}: cannot be read: {error.strerror}") from None
   except ValueError as error:

@@ -23,6 +23,8 @@ from types import ModuleType
 import numpy as np
 from jaxtyping import Int32
 
+from hysparse import json_text
+
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
 FILE_NAME = "tokenizer.json"
 
@@ -238,7 +240,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
   path = path / FILE_NAME if path.is_dir() else path
   try:
     text = path.read_text(encoding="utf-8")
-    is_bytes = json.loads(text) == _BYTES_FILE
+    is_bytes = json_text.parse(text, repeats=True) == _BYTES_FILE
   except OSError as error:
     raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from None
   except ValueError as error:

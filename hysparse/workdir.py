@@ -27,6 +27,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hysparse import json_text
 from hysparse.config import Config, ConfigError
 
 EXPERIMENT = "experiment.json"
@@ -101,7 +102,7 @@ def read_experiment(path: pathlib.Path) -> dict[str, Any] | None:
       raise WorkdirError(f"workdir {path}: has checkpoints but no {EXPERIMENT}; not a workdir")
     return None
   try:
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record = json_text.parse(file.read_bytes())
     record["config"], record["versions"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise WorkdirError(f"{file}: cannot be read ({type(error).__name__}: {error})") from None

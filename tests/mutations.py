@@ -430,6 +430,55 @@ MUTANTS = (
     "tests/inference/test_acceptance.py::"
     "test_emitted_tokens_are_ancestral_samples_and_as_many_drafts_stand_as_can",
   ),
+  Mutant(
+    "a decoding query sees stale ring rows",
+    f"{KERNELS}/sparse_attention/one_query.py",
+    "(expected_BxW >= 0) & (tags_BxW == expected_BxW)",
+    "tags_BxW >= 0",
+    "tests/kernels/test_sparse_attention.py::test_one_query_sees_what_its_tags_say",
+  ),
+  Mutant(
+    "every compressed layer of V4 has index keys",
+    "hysparse/footprint/latent_families.py",
+    'found.append(_grown("index_keys", of[_INDEXED], format, format.index_row(index), _INDEXED))',
+    'found.append(_grown("index_keys", (0, 1), format, format.index_row(index), _INDEXED))',
+    "tests/analysis/test_families.py::test_latents",
+  ),
+  Mutant(
+    "layers that share keys count twice",
+    "hysparse/footprint/families.py",
+    'owners = layers - fields.count("num_kv_shared_layers", default=0, least=0)',
+    'owners = layers - 0 * fields.count("num_kv_shared_layers", default=0, least=0)',
+    "tests/analysis/test_families.py::test_layers_that_share_keys_own_none",
+  ),
+  Mutant(
+    "padding of the last page is forgotten",
+    "hysparse/analysis/table.py",
+    "unfilled = component.rows_at(-(-context // page) * page) - rows",
+    "unfilled = 0",
+    "tests/analysis/test_table.py::test_padding_is_that_of_the_last_page",
+  ),
+  Mutant(
+    "index scores cost as much as BF16",
+    "hysparse/analysis/flop_table.py",
+    "return _FORMAT_COST[config.index_k]",
+    "return 1.0",
+    "tests/analysis/test_machine.py::test_flops_as_the_report_counts_them",
+  ),
+  Mutant(
+    "a session may be spread over devices",
+    "hysparse/analysis/sessions.py",
+    "if self.room < max(self.session.values()):",
+    "if self.room * self.devices < max(self.session.values()):",
+    "tests/analysis/test_machine.py::test_a_session_that_fits_on_no_device",
+  ),
+  Mutant(
+    "wanted entries are those of another query",
+    "hysparse/analysis/selected.py",
+    "rows = np.arange(len(of_SxK), dtype=np.int64)[:, None] << 32",
+    "rows = np.zeros((len(of_SxK), 1), np.int64)",
+    "tests/analysis/test_selected.py::test_share",
+  ),
 )
 
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
   from hysparse.conversion.load import Loaded
 
 FORMATS = get_args(Format)
-# Of the picture; the last, f32, rounds nothing.
-_MARKERS = {"mxfp4": "v", "fp4": "o", "fp8": "D", "bf16": "s"}
 _EFFECTS = {
   "main_kv": "attention output moves",
   "index_k": "selected entries change",
@@ -94,8 +92,8 @@ class Dial:
   def __str__(self) -> str:
     lines = [("component", "format", "bytes", "error", "", "effect")]
     lines += [
-      (p.component, p.format, str(p.bytes), f"{p.error:.2%}", _EFFECTS[p.component],
-       f"{p.effect:.2%}") for p in self.points
+      (p.component, p.format, str(p.bytes), _percent(p.error), _EFFECTS[p.component],
+       _percent(p.effect)) for p in self.points
     ]  # fmt: skip
     return text.table(lines, right=(2, 3, 5))
 
@@ -106,42 +104,9 @@ class Dial:
 
   def plot(self) -> Plot:
     """Error and effect against bytes an entry; released formats are marked."""
-    from hysparse.analysis import look
+    from hysparse.analysis import precision_plot
 
-    figure = look.figure(10, 3.8)
-    left, right = figure.subplots(1, 2, sharex=True)
-    colours = {"main_kv": look.colour("main_kv"), "index_k": look.colour("index_keys")}
-    colours["window_kv"] = look.colour("window")
-    wide = 7.0  # lines that lie on each other get narrower, so that all are seen
-    for component, colour in colours.items():
-      points = sorted((p for p in self.points if p.component == component), key=lambda p: p.bytes)
-      points = [p for p in points if p.format in _MARKERS]
-      for axes, name in ((left, "error"), (right, "effect")):
-        heights = [100 * getattr(p, name) for p in points]
-        axes.plot([p.bytes for p in points], heights, color=colour, linewidth=wide)
-        for p, height in zip(points, heights, strict=True):
-          axes.plot(p.bytes, height, _MARKERS[p.format], color=colour, markersize=wide + 3)
-          if p.released:
-            axes.plot(p.bytes, height, "o", color=look.BLACK, markersize=16, fillstyle="none")
-      if points:
-        left.plot([], [], color=colour, linewidth=3, label=component)
-      wide -= 2.5
-    left.set_ylabel("relative error of the values (%)")
-    right.set_ylabel("output moves, or entries change (%)")
-    for axes in (left, right):
-      axes.set_xscale("log", base=2)
-      ticks = sorted({p.bytes for p in self.points if p.format in ("fp4", "fp8", "bf16")})
-      axes.set_xticks(ticks, list(map(str, ticks)), rotation=45)
-      axes.minorticks_off()
-      axes.set_xlabel("bytes an entry")
-      axes.set_ylim(bottom=0, top=1.15 * axes.get_ylim()[1])
-      axes.grid(alpha=0.3)
-    left.plot([], [], "o", color=look.BLACK, markersize=12, fillstyle="none", label="released")
-    left.legend(fontsize="small", loc="upper right")
-    for format in dict.fromkeys(p.format for p in self.points if p.format in _MARKERS):
-      right.plot([], [], _MARKERS[format], color=look.BLACK, label=format)
-    right.legend(fontsize="small", loc="upper right")
-    return look.Plot(figure)
+    return precision_plot.dial(self)
 
 
 def dial(
@@ -187,11 +152,18 @@ def dial(
   return Dial(config, tuple(points))
 
 
+def _percent(value: float) -> str:
+  return "" if np.isnan(value) else f"{value:.2%}"
+
+
 def _changed(numbers: Mapping[str, jax.Array], count: int) -> np.ndarray:
   """By format, the share of entries selected without rounding that are not selected with it."""
   before = np.asarray(numbers["before"])[0, :count]
   afters = np.asarray(numbers["after"])[:, 0, :count]
-  return np.array([1 - np.nanmean(share(before, after)) for after in afters])
+  choosing = (before >= 0).any(1)
+  if not choosing.any():
+    return np.full(len(afters), np.nan)
+  return np.array([1 - share(before, after)[choosing].mean() for after in afters])
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config", "formats"))
@@ -294,7 +266,8 @@ def _index(trace, batch: Batch, config: ModelConfig, formats: Sequence[str], spe
 
 def _whole(values_TxC: jax.Array, batch: Batch, spec: LayerSpec) -> jax.Array:
   """Entries [T] of the prompt's tokens: those behind them are of padding."""
-  return jnp.arange(values_TxC.shape[0]) < batch.span(spec.ratio)[1].max()
+  _, hi_BxS = batch.span(spec.ratio)
+  return jnp.arange(len(values_TxC)) < jnp.where(batch.valid_BxS, hi_BxS, 0).max()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ what was converted; `released/` keeps the small files of the folder, from which 
 names, files and config. `hysparse.load` reads it as any other; training does not go on
 in it.
 
-Either way one array of the model (experts of a run of layers, one Engram table) is in memory at a
-time, and as much again while it is read from a checkpoint.
+Either way one array of the model (experts of a run of layers, one Engram table) with its scales is
+in memory at a time, and a few chunks of 4 MB on their way to or from the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from hysparse import tokenizer as tokenizer_lib
 from hysparse import workdir as workdir_lib
 from hysparse.checkpoint_arrays import Later, StoredArrays
 from hysparse.checkpoints import CheckpointError
-from hysparse.config import Config, ConfigError
+from hysparse.config import Config, ConfigError, ModelConfig
+from hysparse.conversion import allocator
 from hysparse.conversion import tensors as tensors_lib
 from hysparse.conversion.exporting import export
 from hysparse.conversion.folder import Folder, open_folder
@@ -70,6 +71,7 @@ def convert(
     ConfigError, FolderError, WorkdirError, CheckpointError, TokenizerError: one line each, or all
       that is wrong with a released folder.
   """
+  allocator.return_freed_buffers()
   if (source / workdir_lib.EXPERIMENT).exists():
     if dequantise is not None:
       raise ConfigError(f"dequantise: is {dequantise!r}; {source} is a workdir, which is converted"
@@ -100,13 +102,12 @@ def to_folder(
   arrays = StoredArrays(source, step)
   kept = Origin(source, {}, {}, {})
   if workdir_lib.CONVERTED in record:
-    converted = record[workdir_lib.CONVERTED]
-    dtypes = converted.get("dtypes") if isinstance(converted, dict) else None
-    if not isinstance(dtypes, dict) or not set(map(str, dtypes.values())) <= {"BF16", "F32"}:
+    try:
+      dtypes = _kept_dtypes(record[workdir_lib.CONVERTED], config.model)
+    except ValueError as error:
       raise WorkdirError(
-        f"{source / workdir_lib.EXPERIMENT}: {workdir_lib.CONVERTED} is {converted!r}; must hold"
-        " dtypes, BF16 or F32 by tensor"
-      )
+        f"{source / workdir_lib.EXPERIMENT}: {workdir_lib.CONVERTED} {error}"
+      ) from None
     kept = Origin.kept(source / workdir_lib.RELEASED, dtypes)
   say(f"{source}, step {arrays.step}: {_size(arrays.specs)}, to {target}")
   export(config.model, arrays, target, base=base, kept=kept, say=say)
@@ -197,6 +198,25 @@ def _unusual_dtypes(folder: Folder) -> dict[str, str]:
     for tensor in tensors_lib.tensors(folder.config)
     if found[tensor.name].dtype != tensor.dtype
   }
+
+
+def _kept_dtypes(converted: Any, model: ModelConfig) -> dict[str, str]:
+  """What `_unusual_dtypes` wrote.
+
+  Raises:
+    ValueError: anything else, without the name of the file.
+    ConfigError: a model that has no published form.
+  """
+  dtypes = converted.get("dtypes") if isinstance(converted, dict) else None
+  if not isinstance(dtypes, dict):
+    raise ValueError(f"is {converted!r:.80}; must hold dtypes, an object of tensors")
+  legal = {tensor.name: tensor.dtypes for tensor in tensors_lib.tensors(model)}
+  for name, dtype in dtypes.items():
+    if name not in legal:
+      raise ValueError(f"has a dtype of {name}, which is no tensor of this model")
+    if dtype not in legal[name]:
+      raise ValueError(f"says {name} is {dtype!r:.80}; must be {' or '.join(legal[name])}")
+  return dtypes
 
 
 def _nbytes(array: Any) -> int:

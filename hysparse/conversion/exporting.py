@@ -2,7 +2,10 @@
 
 Codes and scales that a model holds are written as they are. What it holds as plain values is
 quantised; given the folder that the values came from, a tensor that still equals what is stored
-there, dequantised, gets the stored bytes. So only what was changed is rounded again.
+there, dequantised, gets the stored bytes. So only what was changed is rounded again. Without that
+folder the dequantised values come back exactly, but not always their codes: the scale follows from
+the largest value of a block, which rounding may have brought below the next power of two. Only FP8
+blocks without a value above 1e-4, where the quantiser's scale stops, may be rounded again.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from flax import nnx
 from hysparse_kernels.formats import Quantised, quantise
 from jaxtyping import Array, Shaped
 
-from hysparse import published
+from hysparse import json_text, published
 from hysparse import tokenizer as tokenizer_lib
 from hysparse.checkpoint_arrays import StoredArrays
 from hysparse.config import ModelConfig
@@ -319,7 +322,7 @@ def _write_index(
   """The origin's index byte for byte if it says the same; none for a single file without one."""
   text, path = index_text(entries, files), folder / INDEX
   stored = origin.path / INDEX
-  if stored.exists() and json.loads(stored.read_bytes()) == json.loads(text):
+  if stored.exists() and json_text.parse(stored.read_bytes()) == json_text.parse(text):
     path.write_bytes(stored.read_bytes())
   elif set(files.values()) == {SINGLE}:
     path.unlink(missing_ok=True)

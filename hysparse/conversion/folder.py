@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from hysparse import published
+from hysparse import json_text, published
 from hysparse import tokenizer as tokenizer_lib
 from hysparse.config import ConfigError, ModelConfig
 from hysparse.conversion import shards as shards_lib
@@ -88,7 +88,7 @@ def read_config(path: pathlib.Path) -> Any:
     ValueError: it is missing or broken; without the folder.
   """
   try:
-    return shards_lib.read_json((path / CONFIG).read_bytes())
+    return json_text.parse((path / CONFIG).read_bytes())
   except FileNotFoundError:
     raise ValueError(f"{CONFIG}: is missing") from None
   except OSError as error:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import jax
@@ -22,7 +23,7 @@ from jaxtyping import Shaped
 
 from hysparse.conversion import tensors as tensors_lib
 from hysparse.conversion.folder import Folder
-from hysparse.conversion.shards import FolderError, row_blocks
+from hysparse.conversion.shards import FolderError, Stored, row_blocks
 from hysparse.conversion.tensors import Leaf, Tensor
 
 TOKEN_MAP = "token_map"  # the path of Engram's id map in a model's state
@@ -66,7 +67,7 @@ def read_leaf(
   """
   read = functools.partial(_blocks, folder)
   if leaf.is_quantised and dequantise:
-    return _dequantised(leaf, read, dequantise, folder.path)
+    return _dequantised(leaf, read, dequantise, folder.path, folder.shards.tensors)
   if leaf.is_quantised:
     codes = empty((*leaf.stack, *leaf.codes_shape), np.dtype(np.uint8))
     scales = empty((*leaf.stack, *leaf.scales_shape), np.dtype(np.uint8))
@@ -118,6 +119,7 @@ def _dequantised(
   read: Callable[[Tensor], Iterator[tuple[slice, np.ndarray]]],
   dequantise: Dequantise,
   source: pathlib.Path,
+  stored: Mapping[str, Stored] = types.MappingProxyType({}),
 ) -> Shaped[np.ndarray, "..."]:
   dtype = _DTYPES[dequantise]
   out = empty(leaf.model_shape, dtype)
@@ -127,6 +129,8 @@ def _dequantised(
     for rows, values in decoded(read(codes), factors, leaf, dtype):
       if not np.isfinite(values).all():  # a code and a scale that are, but not their product
         place = f"rows {rows.start}..{rows.stop - 1} of {codes.name}"
+        if codes.name in stored:
+          place = f"{stored[codes.name].file.name}: {place}"
         raise FolderError(source, [f"{place} are not all finite in {dtype}"])
       _place(out[codes.index], rows, values, leaf)
   return out

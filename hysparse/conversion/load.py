@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 from hysparse_kernels.formats import Quantised
 
-from hysparse import checkpoints, workdir
+from hysparse import checkpoints, json_text, workdir
 from hysparse import tokenizer as tokenizer_lib
 from hysparse.checkpoint_arrays import StoredArrays
 from hysparse.checkpoints import CheckpointError
@@ -138,7 +138,7 @@ def experiment_of(model: ModelConfig) -> Config:
 
 def _is_released(path: pathlib.Path) -> bool:
   try:
-    values = shards.read_json((path / CONFIG).read_bytes())
+    values = json_text.parse((path / CONFIG).read_bytes())
   except (OSError, ValueError):
     # What is wrong with it is told with the other problems of a release.
     return (path / CONFIG).exists() or (path / shards.INDEX).exists()

@@ -10,7 +10,6 @@ Beside config.json and the shards lie
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import zipfile
 import zlib
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hysparse import json_text
 
 MODES = ("exact", "kvquant", "official")
 
@@ -90,10 +91,11 @@ class Case:
 
   @property
   def layered_run(self) -> Run:
-    """The run whose prefill layers.npz describes, by the number of its positions.
+    """The run whose prefill layers.npz describes: by the number of its positions, and where that
+    leaves a choice by case.json, whose `files` says "prefill A" for instance.
 
     Raises:
-      CaseError: there is none.
+      CaseError: there is none, or it cannot be told.
     """
     lengths = {len(x) for name, x in self.layers.items() if name.endswith("/pre_mix")}
     found = [run for run in self.runs if {run.prompt} == lengths]
@@ -101,6 +103,17 @@ class Case:
       raise CaseError(
         f"layers.npz: has mixes of {sorted(lengths)} positions; no run has such a prompt"
       )
+    if len(found) > 1:
+      files = self.about.get("files")
+      said = str(files.get("layers.npz")) if isinstance(files, dict) else ""
+      named = [run for run in found if re.search(rf"\bprefill {re.escape(run.name)}\b", said)]
+      if len(named) != 1:
+        names = " and ".join(run.name for run in found)
+        raise CaseError(
+          f"layers.npz: the runs {names} have equally long prompts; `files` of case.json must say"
+          f" of which it is, like 'prefill {found[0].name}'"
+        )
+      found = named
     return found[0]
 
   def images(self, run: Run, row: int) -> list[tuple[str, Image]]:
@@ -136,14 +149,16 @@ def read(folder: str | Path) -> Case:
   if not (folder / "case.json").exists():
     raise CaseError(f"{folder}: has no case.json; must be a case, like tests/golden/tiny-text")
   try:
-    about = json.loads((folder / "case.json").read_text(encoding="utf-8"))
-  except (OSError, ValueError, RecursionError) as error:
+    about = json_text.parse((folder / "case.json").read_bytes())
+  except (OSError, ValueError) as error:
     raise CaseError(f"{folder / 'case.json'}: cannot be read: {_line(error)}") from None
   expected = _arrays(folder / "expected.npz")
   layers = _arrays(folder / "layers.npz") if (folder / "layers.npz").exists() else {}
   layers = {name: _from_bits(array) for name, array in layers.items()}
   for problem in _problems(about, expected):
     raise CaseError(f"{folder / 'expected.npz'}: {problem}")
+  for problem in _layer_problems(about, layers):
+    raise CaseError(f"{folder / 'layers.npz'}: {problem}")
   runs = tuple(Run(name, int(r["S"]), int(r["n_decode"])) for name, r in about["runs"].items())
   for run in runs:
     # A prompt shorter than the window leaves slots of its ring unwritten: they mean nothing.
@@ -201,6 +216,21 @@ def _problems(about: Any, expected: Mapping[str, np.ndarray]) -> Iterator[str]:
       yield f"{name}/tokens is {tokens.dtype} {list(tokens.shape)}, not integers [batch, {needed}]"
       return
     yield from _misfits(name, run, len(tokens), expected)
+
+
+def _layer_problems(about: Any, layers: Mapping[str, np.ndarray]) -> Iterator[str]:
+  """What keeps the arrays from being those of single layers on one of the runs' prompts."""
+  prompts = {run["S"] for run in about["runs"].values()}
+  read = {}
+  for name, array in layers.items():
+    if array.dtype.kind not in "biuf" or array.ndim < 2:
+      yield f"{name} is {array.dtype} {list(array.shape)}; must be real numbers [positions, ...]"
+    elif INPUTS.get(name.rsplit("/", 1)[-1]):
+      read[name] = len(array)
+  for name, positions in read.items():
+    if positions not in prompts or positions != next(iter(read.values())):
+      legal = ", ".join(map(str, sorted(prompts)))
+      yield f"{name} has {positions} positions; all inputs must have those of one run: {legal}"
 
 
 def _misfits(

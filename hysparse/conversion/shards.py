@@ -9,7 +9,6 @@ Codes and scales come as uint8, BF16 as ml_dtypes' bfloat16.
 
 from __future__ import annotations
 
-import collections
 import errno
 import json
 import math
@@ -21,6 +20,8 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from hysparse import json_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -215,26 +216,6 @@ def is_tied_copy(name: str) -> bool:
   return _TIED.fullmatch(name) is not None
 
 
-def read_json(text: bytes) -> Any:
-  """JSON in which no key may stand twice.
-
-  Raises:
-    ValueError: broken JSON, broken UTF-8, a key that stands twice, or groups nested without end.
-  """
-
-  def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-      (key, _), *_ = collections.Counter(key for key, _ in pairs).most_common(1)
-      raise ValueError(f"{key} stands twice")
-    return values
-
-  try:
-    return json.loads(text, object_pairs_hook=unique)
-  except RecursionError:
-    raise ValueError("is nested too deep") from None
-
-
 def read_index(path: pathlib.Path) -> dict[str, str]:
   """The file of each tensor, by the spelling of its name, from an index.
 
@@ -242,7 +223,7 @@ def read_index(path: pathlib.Path) -> dict[str, str]:
     ValueError: what cannot be read, or a file that is not a name beside the index.
   """
   try:
-    files = read_json(path.read_bytes())["weight_map"]
+    files = json_text.parse(path.read_bytes())["weight_map"]
     if not isinstance(files, dict) or not files:
       raise ValueError("weight_map names no tensors")
     for name, file in files.items():
@@ -267,7 +248,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Stored], list[str]]:
         raise ValueError(f"is cut short: {size:,} bytes do not hold its header")
       if length > _LONGEST_HEADER:
         raise ValueError(f"has a header of {length:,} bytes; is no safetensors file")
-      header = read_json(file.read(length))
+      header = json_text.parse(file.read(length))
   except FileNotFoundError:
     raise ValueError("is missing") from None
   except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from hysparse import config as config_lib
-from hysparse import config_file, published, published_fields
+from hysparse import config_file, json_text, published, published_fields
 from hysparse.cache import layout as layout_lib
 from hysparse.footprint import families, latent_families
 from hysparse.footprint.entry_formats import FORMATS, OF_DTYPE, PLAIN
@@ -161,8 +160,8 @@ def _format(precision: Precision, default: str, legal: Sequence[str]):
 
 def _json(path: pathlib.Path) -> Mapping[str, Any]:
   try:
-    values = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError, RecursionError) as error:
+    values = json_text.parse(path.read_bytes())
+  except (OSError, ValueError) as error:
     reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is not JSON"
     raise config_lib.ConfigError(f"{path}: {reason}") from None
   if not isinstance(values, Mapping):

@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorboardX
 
+from hysparse import json_text
 from hysparse import workdir as workdir_lib
 
 FILE = "metrics.jsonl"
@@ -86,7 +87,7 @@ def read(workdir: pathlib.Path) -> Iterator[dict[str, Any]]:
   with open(path, encoding="utf-8", errors="replace") as file:
     for line in file:
       try:
-        yield json.loads(line)
+        yield json_text.parse(line)
       except ValueError:
         return
 

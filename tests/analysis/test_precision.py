@@ -56,6 +56,23 @@ def test_components_that_a_schedule_lacks():
   assert [p.component for p in found.points] == ["window_kv"]
 
 
+@pytest.mark.slow
+def test_dense_layers_attend_to_their_entries():
+  found = analysis.dial(made("schedule='dense/2 swa'", "engram_layers=()"), prompt(20), ["fp8"])
+  main_kv, window_kv = sorted(found.points, key=lambda p: p.component)
+  assert (main_kv.component, window_kv.component) == ("main_kv", "window_kv")
+  assert main_kv.effect > 0 and window_kv.effect > 0
+
+
+@pytest.mark.slow
+def test_padding_is_not_measured():
+  # One token makes no entry of two; it is padded to many that would.
+  found = analysis.dial(made("schedule='full/2 reuse'", "engram_layers=()"), [1], ["fp8"])
+  errors = {p.component: p.error for p in found.points}
+  assert np.isnan(errors["main_kv"]) and np.isnan(errors["index_k"])
+  assert 0 < errors["window_kv"] <= HALF_STEP["fp8"]
+
+
 def test_what_is_refused():
   path = str(ROOT / "configs" / "tiny.py")  # refused before the model is looked at
   rounded = hysparse.load_config(path, ["train.numerics='kvquant'"])

@@ -1,5 +1,6 @@
 """The measures and limits of the comparison, on small arrays."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -151,6 +152,35 @@ def test_a_folder_that_is_no_case(tmp_path):
   assert "has no case.json" in refused(tmp_path)
   (tmp_path / "case.json").write_text("{")
   assert "case.json: cannot be read" in refused(tmp_path)
+
+
+def change_layers(folder: pathlib.Path, name: str, to: np.ndarray) -> None:
+  with np.load(folder / "layers.npz") as arrays:
+    np.savez(folder / "layers.npz", **(dict(arrays) | {name: to}))
+
+
+def test_inputs_of_layers_that_are_of_no_run(folder):
+  change_layers(folder, "layer1/input", np.zeros((5, 4, 256), np.uint16))
+  assert "layers.npz: layer1/input has 5 positions; all inputs must have those" in refused(folder)
+  change_layers(folder, "layer1/input", np.float32(3))
+  assert "layers.npz: layer1/input is float32 []; must be real numbers" in refused(folder)
+
+
+def test_the_run_of_the_layers_need_not_be_the_first(folder):
+  """Of two equally long prompts it is the one that case.json names."""
+  case = parity_case.read(folder)
+  assert case.layered_run.name == "A"
+  b, a = case.runs[1], case.runs[0]
+  case = dataclasses.replace(case, runs=(b, a))
+  assert case.layered_run.name == "A"
+  twin = dataclasses.replace(a, name="A2")
+  case = dataclasses.replace(case, runs=(twin, b, a))
+  assert case.layered_run.name == "A"
+  case = dataclasses.replace(case, about={**case.about, "files": {}})
+  with pytest.raises(
+    parity_case.CaseError, match="runs A2 and A have equally long prompts; `files`"
+  ):
+    _ = case.layered_run
 
 
 @pytest.mark.parametrize("file", ["expected.npz", "layers.npz"])

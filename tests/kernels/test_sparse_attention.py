@@ -175,6 +175,18 @@ def test_a_row_with_an_unexpected_tag_never_takes_part(backend):
   assert (out(poison, view.tags_BxP) != out(window, view.tags_BxP)).any()
 
 
+@pytest.mark.parametrize("before", [2, 7, 20])  # less than a window, all of one, more
+def test_one_query_sees_what_its_tags_say(before):
+  arguments = Spec("decode", batch=2, queries=1, before=before, window=8, top_k=4).arguments()
+  view = arguments["view"]
+  tags = view.tags_BxP.at[0, -2].add(-8).at[1, 0].set(-1)
+  arguments["view"] = dataclasses.replace(view, tags_BxP=tags)
+  got, want = (attend(**arguments, backend=b) for b in ("xla", "reference"))
+  close(got.out_BxSxHxC, want.out_BxSxHxC, FORWARD_TOLERANCE)
+  close(got.lse_BxSxH, want.lse_BxSxH, FORWARD_TOLERANCE)
+  close(got.mass_BxSxK, want.mass_BxSxK, FORWARD_TOLERANCE)
+
+
 @with_kernel
 def test_a_query_without_keys_gives_zeros(backend):
   arguments = Spec("blind", queries=6).arguments()

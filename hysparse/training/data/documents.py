@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, UInt64
 
+from hysparse import json_text
+
 _SCAN_BYTES = 1 << 24  # read at once while looking for line ends
 _CACHED_ROW_GROUPS = 4  # of Parquet files; a shuffled read needs many, so keep row groups small
 
@@ -111,7 +113,7 @@ class JsonLines(Documents):
       opened.seek(start)
       line = opened.read(end - start)
     try:
-      value = json.loads(line)
+      value = json_text.parse(line, repeats=True)
     except ValueError as error:
       raise DataError(f"{self._where(file, start)}: is not JSON: {error}") from None
     if not isinstance(value, dict) or self._field not in value:
