@@ -43,7 +43,10 @@ def test_a_mix_of_contexts():
 def test_a_session_that_fits_on_no_device():
   llama = HF / "llama-3.1-70b.json"
   arguments = {"devices": 2, "contexts": 131_072, "weights": 140e9}
-  assert capacity(llama, hbm=100e9, **arguments).sessions == 0  # 43 GB a session, 20 GB of room
+  assert capacity(llama, hbm=105e9, **arguments).sessions == 0  # 43 GB a session, 24 GB of room
+  mixed = arguments | {"contexts": {4096: 0.9, 131_072: 0.1}}
+  assert capacity(llama, hbm=105e9, **mixed).mean < 24e9
+  assert capacity(llama, hbm=105e9, **mixed).sessions == 0
   assert capacity(llama, hbm=141e9, **arguments).sessions == 2
 
 
@@ -132,6 +135,7 @@ def run(*arguments):
   return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
   page, picture = tmp_path / "page.html", tmp_path / "picture.png"
   result = run(FLASH, "--context=4096", "--devices=16", f"--html={page}", f"--plot={picture}")

@@ -124,6 +124,7 @@ def test_a_dense_layer_selects_what_is_wanted():
   assert found.frame.loc[0, "queries"] == COUNT - 15
 
 
+@pytest.mark.slow
 def test_a_schedule_that_selects_nothing():
   model = made("schedule='swa mha'", "engram_layers=()")
   found = analysis.selection(model, prompt(1))

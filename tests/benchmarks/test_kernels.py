@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hysparse_kernels import moe as moe_op
 from hysparse_kernels.catalogue import OPERATIONS
 from hysparse_kernels.dispatch import BackendError
@@ -21,6 +22,7 @@ def normal(*shape):
   return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow
 def test_ragged_moe_is_the_operation():
   ids = jnp.asarray(np.argsort(np.random.default_rng(0).normal(size=(30, 4)), axis=1)[:, :2])
   weights, matrices = (
@@ -32,6 +34,7 @@ def test_ragged_moe_is_the_operation():
   np.testing.assert_allclose(got, want, atol=TOLERANCE * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_dense_attention_is_a_softmax_over_all_entries():
   q, entries = normal(3, 2, 32), Stored.of(normal(48, 32), "fp4")
   keys = entries.decode()
@@ -39,6 +42,7 @@ def test_dense_attention_is_a_softmax_over_all_entries():
   np.testing.assert_allclose(yardsticks.dense(q, entries, size=16), want, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_products_and_pools_are_those_of_scores():
   q, keys = normal(5, 3, 32), Stored.of(normal(64, 32), "mxfp4")
   dots = jnp.einsum("sid,td->sit", q, keys.decode())

@@ -200,6 +200,7 @@ def test_rejected_tokens_leave_no_trace_in_other_schedules(cfg):
   check_rollback(cfg)
 
 
+@pytest.mark.slow
 def test_a_deferred_call_has_the_logits_of_an_ordinary_one():
   cache, pool = fresh()
   cache = reserved(cache, pool, [8, 8, 8])

@@ -19,6 +19,7 @@ def test_sizes_are_checked():
       allocate(cfg, batch, tokens)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_outgrows_its_cache_is_reported_and_the_others_go_on():
   cfg = small.config("swa*2")
   graphdef, weights = small.model(cfg)
@@ -32,6 +33,7 @@ def test_a_sequence_that_outgrows_its_cache_is_reported_and_the_others_go_on():
     cache.check()
 
 
+@pytest.mark.slow
 def test_a_stale_ring_row_is_reported_by_the_model():
   cfg = small.config("swa*2")
   graphdef, weights = small.model(cfg)

@@ -67,6 +67,7 @@ def test_a_converted_workdir_loads_as_its_folder_does(converted):
       np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 def test_dequantised_and_changed_there(tmp_path):
   source = folders.GOLDEN / "tiny-text"
   convert.convert(source, tmp_path / "run", dequantise="bf16", say=quiet)
@@ -127,6 +128,7 @@ def test_what_a_workdir_keeps_is_enough(tmp_path):
   assert load(tmp_path / "run").tokenizer is not None
 
 
+@pytest.mark.slow
 def test_a_trained_workdir_is_exported(tmp_path):
   model = random_models.config(random_models.ENGRAM, engram_layers=(1,))
   config = Config(model, DataConfig(seq_len=96))
@@ -238,6 +240,7 @@ convert.convert(source, target)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_that_looks_complete(converted, tmp_path):
   target = tmp_path / "out"
   done = subprocess.run([sys.executable, "-c", _KILLED, converted / "tiny-text", target])

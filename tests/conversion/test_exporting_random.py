@@ -95,6 +95,7 @@ def models(draw):
   return random_models.config(*groups, schedule=schedule, **fields)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(models(), st.integers(0, 2**31))
 def test_other_models_survive_too(tmp_path_factory, model, seed):

@@ -181,6 +181,7 @@ def trained(tmp_path_factory):
   return path, config, states
 
 
+@pytest.mark.slow
 def test_a_trained_workdir(trained):
   path, config, states = trained
   graphdef, _ = small.model(config, seed=1)

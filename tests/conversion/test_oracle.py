@@ -67,7 +67,7 @@ def in_mode(mode: str, stored: dict) -> list[str]:
   ("name", "mode"),
   [
     ("tiny-vision", "exact"),
-    ("tiny-text", "kvquant"),
+    pytest.param("tiny-text", "kvquant", marks=pytest.mark.slow),
     pytest.param("tiny-text", "exact", marks=pytest.mark.slow),
     pytest.param("tiny-vision", "kvquant", marks=pytest.mark.slow),
   ],

@@ -64,6 +64,7 @@ IN_LAYERS = {
 EVERYDAY = (list(IN_LAYERS)[1], "layers.4.attn_norm.weight", "layers.5.hc_ffn_fn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [pytest.param(n, marks=[] if n in EVERYDAY else pytest.mark.slow) for n in IN_LAYERS],
@@ -133,7 +134,9 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+  "damage", [cut, *(pytest.param(d, marks=pytest.mark.slow) for d in (rename, reshape))]
+)
 def test_a_folder_that_cannot_be_loaded_has_status_2(folder, damage):
   damage(folder)
   done = run(f"--case={folder}")

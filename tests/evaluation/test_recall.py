@@ -27,7 +27,11 @@ def batch(cfg):
 
 
 @pytest.mark.parametrize(
-  "schedule", ["full/2 reuse", "full/1+candidates reindex", "dense/1 reindex"]
+  "schedule",
+  [
+    "full/1+candidates reindex",
+    *(pytest.param(s, marks=pytest.mark.slow) for s in ("full/2 reuse", "dense/1 reindex")),
+  ],
 )
 def test_recall_counts_the_entries_with_most_mass(schedule):
   cfg = small.config(schedule, candidate_blocks=4)

@@ -150,6 +150,7 @@ def test_verifying_fewer_drafts_leaves_the_samples_as_they_are(pair):
   assert (accepted_B <= RAGGED_B).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["random", "greedy drafts that are wrong"])
 @pytest.mark.parametrize("verdict", [skips_the_residual, accepts_always, shares_a_random_number])
 def test_the_check_rejects_a_wrong_sampler(verdict, pair):

@@ -59,6 +59,7 @@ def test_sampled_tokens_are_drawn_from_the_logits_without_a_cache(sampled, greed
   assert sampled != greedy
 
 
+@pytest.mark.slow
 def test_slots_segments_chunks_and_room_change_no_token(greedy, sampled):
   engine = serving.engine(**OTHER)
   assert serving.served(engine, GREEDY + SAMPLED[::-1]) == greedy + sampled[::-1]
@@ -343,6 +344,7 @@ def likeliest(logits_V: jax.Array) -> int:
   return int(logits_V.argmax())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [3, 8, 9, 21])  # below a window, a chunk, one more, several
 def test_a_replayed_prompt_gives_the_token_of_one_call(length):
   engine = serving.engine(REPLAY, **REPLAYING)

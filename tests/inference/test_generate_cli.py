@@ -19,6 +19,8 @@ from hysparse.generation import PromptError
 from hysparse.nn.batch import Batch
 from hysparse.tokenizer import ByteTokenizer
 
+pytestmark = pytest.mark.slow  # every call of the script compiles a model of its own
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "generate.py"
 GOLDEN = ROOT / "tests" / "golden" / "tiny-text"

@@ -25,7 +25,9 @@ by_name = pytest.mark.parametrize(
   [pytest.param(s, marks=[] if s.index_k in ("f32", "fp8") else pytest.mark.slow) for s in SPECS],
   ids=lambda spec: spec.name,
 )
-both = pytest.mark.parametrize("backend", ["reference", "xla"])
+both = pytest.mark.parametrize(
+  "backend", [pytest.param("reference", marks=pytest.mark.slow), "xla"]
+)
 with_kernel = pytest.mark.parametrize("backend", ["reference", "xla", "pallas_tpu"])
 
 
