@@ -53,6 +53,8 @@ def _main(argv: Sequence[str], overrides: Sequence[str]) -> None:
       raise config_lib.ConfigError(
         "config: no file given; a config of ours, a workdir, a released folder or a config.json"
       )
+    if len(names) > 1 and (_VERIFY.value or _DEVICES.value is not None):
+      raise config_lib.ConfigError("--verify and --devices are for one model; several were given")
     tables = [_table(name, () if i else overrides) for i, name in enumerate(names)]
     if len(tables) > 1:
       _show_comparison(compare(*tables))
@@ -84,6 +86,9 @@ def _precision() -> str | Mapping[str, str] | None:
   if text is None or "=" not in text:
     return text
   pairs = [part.partition("=") for part in text.split(",")]
+  for name, sign, _ in pairs:
+    if not sign:
+      raise config_lib.ConfigError(f"precision: {name!r} has no =format; {text!r} was given")
   return {name: format for name, _, format in pairs}
 
 

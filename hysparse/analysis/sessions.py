@@ -10,6 +10,7 @@ device (on `replicas` of them, if attention is tensor parallel), and its cache i
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -177,14 +178,20 @@ def capacity(
   """
   model = read(config_or_path, precision=precision, page=page)
   for name, value in (("devices", devices), ("replicas", replicas)):
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
       raise config_lib.ConfigError(f"{name}: is {value!r}; must be a whole number from 1 up")
   if devices % replicas:
     raise config_lib.ConfigError(f"replicas: is {replicas}; must divide devices ({devices})")
-  if not 0 <= reserve < 1:
-    raise config_lib.ConfigError(f"reserve: is {reserve}; must be from 0 to below 1")
-  mix = {contexts: 1.0} if isinstance(contexts, int) else dict(contexts)
-  if not mix or min(mix.values()) < 0 or not sum(mix.values()):
+  _number("hbm", hbm, above=0)
+  _number("reserve", reserve, least=0, below=1)
+  if weights is not None:
+    _number("weights", weights, least=0)
+  mix = {contexts: 1.0} if isinstance(contexts, int) else contexts
+  if not isinstance(mix, Mapping):
+    raise config_lib.ConfigError(f"contexts: is {contexts!r}; must be tokens, or shares by tokens")
+  for context, share in mix.items():
+    _number(f"contexts: the share of {context}", share, least=0)
+  if not sum(mix.values()):
     raise config_lib.ConfigError(f"contexts: is {contexts!r}; needs a share above 0")
   total = sum(mix.values())
   host = 0.0
@@ -201,6 +208,19 @@ def capacity(
       f" {reserve:.0%} kept free leave nothing for sessions"
     )
   return result
+
+
+def _number(name, value, *, least=-math.inf, above=-math.inf, below=math.inf) -> None:
+  """
+  Raises:
+    ConfigError: no finite number of this range.
+  """
+  real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+  if real and least <= value < below and value > above:
+    return
+  low = f"above {above}" if above > -math.inf else f"{least} or more"
+  high = f" and below {below}" if below < math.inf else ""
+  raise config_lib.ConfigError(f"{name}: is {value!r}; must be a number, {low}{high}")
 
 
 def weight_bytes(model: Kept) -> tuple[float, float]:

@@ -47,7 +47,8 @@ def _by_layer(axes: Axes, table: Table) -> None:
   axes.set_xlim(-0.7, layers - 0.3)
   axes.set_ylim(0, 1.25 * max(*bottom, 1))
   axes.set_title(f"{units.number(float(table.per_token))} bytes a token", fontsize="medium")
-  axes.legend(fontsize="small")
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend(fontsize="small")
 
 
 def _by_context(axes: Axes, table: Table) -> None:

@@ -44,12 +44,18 @@ def read(
     ConfigError: a file that cannot be read, a family that is not known, a field, a format or a
       page that does not fit.
   """
+  if page is not None and (not isinstance(page, int) or isinstance(page, bool) or page < 1):
+    raise config_lib.ConfigError(f"page: is {page!r}; must be a whole number of tokens from 1 up")
   if isinstance(source, Kept):
     return _again(source, precision, page)
   if isinstance(source, config_lib.Config):
     source = source.model
   if isinstance(source, config_lib.ModelConfig):
     return _ours(source, "config", precision, page)
+  if not isinstance(source, (str, os.PathLike)):
+    raise config_lib.ConfigError(
+      f"model: is a {type(source).__name__}; must be a path, a config of ours, or what `read` gave"
+    )
   path = pathlib.Path(source)
   if path.suffix != ".json" and not path.is_dir():
     return _ours(config_file.load(str(path), overrides).model, path.stem, precision, page)
@@ -78,7 +84,10 @@ def _again(model: Kept, precision: Precision, page: int | None) -> Kept:
     )
   dial = _dial(precision, model.dial)
   return kept(
-    model.config, name=model.name, dial=dial, block_tokens=page or model.layout.block_tokens
+    model.config,
+    name=model.name,
+    dial=dial,
+    block_tokens=model.layout.block_tokens if page is None else page,
   )
 
 
@@ -97,6 +106,10 @@ def _dial(precision: Precision, default: layout_lib.Precision) -> layout_lib.Pre
     # The dial reaches plain keys and values in whole numbers of bytes a channel only.
     plain = precision if precision in ("bf16", "f32") else default.plain_kv
     precision = {**dict.fromkeys(fields, precision), "plain_kv": plain}
+  if not isinstance(precision, Mapping):
+    raise config_lib.ConfigError(
+      f"precision: is {precision!r}; must be a format or formats by component"
+    )
   for name, format in precision.items():
     if name not in fields:
       raise config_lib.ConfigError(f"precision: has {name!r}; formats are of {', '.join(fields)}")
@@ -115,16 +128,17 @@ def _foreign(
   text = inner if isinstance(inner, Mapping) else values
   family = text.get("model_type") or values.get("model_type")
   known = [*families.FAMILIES, *latent_families.FAMILIES]
-  if family not in known:
+  if not isinstance(family, str) or family not in known:
     raise config_lib.ConfigError(
       f"{path}: model_type: is {family!r} (architectures: {values.get('architectures')}); counted"
       f" are {published_fields.ARCHITECTURE}, {', '.join(sorted(known))}"
     )
-  fields = Fields(text, path)
-  own = OF_DTYPE.get(_dtype(text) or _dtype(values), "bf16")
+  fields, own = Fields(text, path), _own_format(text, values, path)
   if family in families.FAMILIES:
+    counted = families.FAMILIES[family]
+    fields = fields.with_defaults(counted.defaults or {})
     format = _format(precision, own, PLAIN)
-    found = families.components(families.FAMILIES[family], fields, format)
+    found = families.components(counted, fields, format)
   else:
     count, default = latent_families.FAMILIES[family]
     format = _format(precision, default or own, tuple(FORMATS))
@@ -132,10 +146,9 @@ def _foreign(
   components, layers, head_channels = found
   ratios = [component.rows_per_token.denominator for component in components]
   alignment = math.lcm(*ratios)
-  page = page or -(-_PAGE // alignment) * alignment
-  if page < 1 or page % alignment:
+  page = -(-_PAGE // alignment) * alignment if page is None else page
+  if page % alignment:
     raise config_lib.ConfigError(f"page: is {page}; must be a multiple of {alignment}")
-  longest = fields.get("max_position_embeddings") or fields.get("n_positions")
   return Kept(
     name=name,
     family=family,
@@ -143,12 +156,22 @@ def _foreign(
     layers=tuple(layers),
     head_channels=head_channels,
     precision=format.name,
-    max_positions=longest if isinstance(longest, int) else None,
+    max_positions=fields.count_or_none("max_position_embeddings"),
   )
 
 
-def _dtype(values: Mapping[str, Any]) -> Any:
-  return values.get("torch_dtype") or values.get("dtype")
+def _own_format(text: Mapping[str, Any], values: Mapping[str, Any], path: str) -> str:
+  """Of the dtype that a file gives; bf16, as weights are published, where it gives none."""
+  for where in (text, values):
+    for field in ("torch_dtype", "dtype"):
+      name = where.get(field)
+      if name is not None:
+        if not isinstance(name, str) or name not in OF_DTYPE:
+          raise config_lib.ConfigError(
+            f"{path}: {field}: is {name!r}; must be one of {', '.join(OF_DTYPE)}"
+          )
+        return OF_DTYPE[name]
+  return "bf16"
 
 
 def _format(precision: Precision, default: str, legal: Sequence[str]):

@@ -60,13 +60,29 @@ def counted(tmp_path):
     ({"model_type": "falcon"}, 4 * 2 * 1 * DIM * 2),
     ({"model_type": "falcon", "multi_query": False}, 4 * 2 * 8 * DIM * 2),
     ({"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4}, 4096),
-    ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": False}, 2048),
+    ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": False}, 2048),
+    ({"model_type": "qwen3"}, 4 * 2 * 2 * 128 * 2),  # its head_dim is not width / heads
+    ({"model_type": "phi3", "sliding_window": 1024, "max_position_embeddings": 1024}, 2048),
   ],
 )
 def test_keys_and_values(counted, changes, per_token):
   table = counted({**LLAMA, **changes})
   assert table.per_token == per_token
   assert table.bytes(lifetime="bounded") == 0
+
+
+def test_older_names_of_fields(counted):
+  values = {"model_type": "bloom", "n_layer": 4, "num_attention_heads": 8, "n_embed": 512}
+  table = counted({**values, "seq_length": 2048})
+  assert table.per_token == 4 * 2 * 8 * DIM * 2 and table.model.max_positions == 2048
+  assert counted({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8}).per_token == 32
+
+
+def test_a_family_says_what_its_files_leave_out(counted):
+  assert counted({"model_type": "gemma3_text"}).model.max_positions == 131_072
+  gemma = {"model_type": "gemma3n_text", "hidden_size": 2048, "num_hidden_layers": 30}
+  table = counted({**gemma, "num_attention_heads": 8})
+  assert {line.layer for line in table.lines} == set(range(15))  # the others share
 
 
 @pytest.mark.parametrize(
@@ -136,6 +152,18 @@ def test_latents(counted):
     ({**V4, "compress_ratios": [0]}, "must list a ratio for each of 3 layers"),
     ({**V4, "head_dim": 256}, "precision: v4 packs"),
     ([], "no object at its top"),
+    ({**LLAMA, "model_type": ["llama"]}, "model_type: is"),
+    ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "torch_dtype: is 'float8_e4m3fn'"),
+    ({**LLAMA, "torch_dtype": ["a"]}, "torch_dtype: is"),
+    ({**LLAMA, "max_position_embeddings": "4096"}, "max_position_embeddings: is '4096'"),
+    ({**LLAMA, "max_position_embeddings": -5}, "max_position_embeddings: is -5"),
+    ({**LLAMA, "model_type": "qwen2", "use_sliding_window": "false"}, "must be true or false"),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": False}, "sliding_window: is False"),
+    ({**LLAMA, "model_type": "glm4_moe"}, "head_dim: is missing"),
+    (
+      {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"} | {"model_type": "qwen2"},
+      "num_key_value_heads: is missing",
+    ),
   ],
 )
 def test_what_is_refused(counted, values, message):

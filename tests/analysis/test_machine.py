@@ -57,8 +57,15 @@ def test_a_session_that_fits_on_no_device():
     ({"devices": 3, "replicas": 2}, "must divide devices"),
     ({"hbm": 10e9}, "weights take"),
     ({"contexts": {}}, "contexts: is {}"),
-    ({"contexts": {4096: -1.0}}, "needs a share above 0"),
+    ({"contexts": {4096: -1.0}}, "share of 4096: is -1.0"),
     ({"reserve": 1.0}, "reserve: is 1.0"),
+    ({"reserve": "a"}, "reserve: is 'a'"),
+    ({"hbm": float("inf")}, "hbm: is inf"),
+    ({"hbm": -1}, "hbm: is -1"),
+    ({"weights": -5.0}, "weights: is -5.0"),
+    ({"devices": True}, "devices: is True"),
+    ({"contexts": "4096"}, "contexts: is '4096'"),
+    ({"contexts": {4096: float("nan")}}, "share of 4096: is nan"),
     ({"contexts": 1 << 21}, "has 1048576 positions"),
   ],
 )
@@ -160,6 +167,8 @@ def test_the_command_line_verifies_and_refuses(tmp_path):
     ([TINY, f"--html={tmp_path}/none/x.html"], "is no folder"),
     ([TINY, "--precision=main_kv=fp3"], "precision.main_kv: is 'fp3'"),
     ([TINY, "--context=many"], "context"),
+    ([TINY, "--precision=fp8,main_kv=fp8"], "'fp8' has no =format"),
+    ([TINY, FLASH, "--verify"], "for one model"),
   ]:
     result = run(*arguments)
     assert result.returncode == 2 and message in result.stderr

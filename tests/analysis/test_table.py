@@ -216,6 +216,9 @@ def test_it_shows_itself():
     ({"batch": True}, "batch: is True"),
     ({"replicas": -1}, "replicas: is -1"),
     ({"page": 12}, "must be a multiple of 8"),
+    ({"page": 0}, "page: is 0"),
+    ({"page": "x"}, "page: is 'x'"),
+    ({"precision": ["fp8"]}, r"precision: is \['fp8'\]"),
     ({"precision": "fp5"}, "precision.main_kv: is 'fp5'"),
     ({"precision": {"kv": "fp8"}}, "precision: has 'kv'"),
     ({"precision": {"plain_kv": "fp8"}}, "precision.plain_kv: is 'fp8'"),
@@ -224,6 +227,22 @@ def test_it_shows_itself():
 def test_arguments_that_do_not_fit(arguments, message):
   with pytest.raises(ConfigError, match=message):
     footprint(RELEASED, **arguments)
+
+
+@pytest.mark.parametrize("model", [None, 5, {}])
+def test_what_is_no_model(model):
+  with pytest.raises(ConfigError, match="model: is a"):
+    footprint(model)
+
+
+def test_a_model_that_keeps_nothing_that_grows(tmp_path):
+  path = tmp_path / "config.json"
+  path.write_text(
+    '{"model_type": "mistral", "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8,'
+    ' "num_key_value_heads": 1, "sliding_window": 4}'
+  )
+  table = footprint(path, context=1)
+  assert table.per_token == 0 and table.plot()._repr_png_()
 
 
 def test_what_cannot_be_verified():
