@@ -97,7 +97,7 @@ def _show(table: Table) -> None:
   if _JSON.value:
     print(table.to_json())
   else:
-    print(render(count.of(table.model)), end="\n\n")
+    print(render(count.footprint(table.model)), end="\n\n")
     print(*[table, *filter(None, [machine])], sep="\n\n")
   if _VERIFY.value:
     verified = table.verify()
@@ -109,7 +109,9 @@ def _show(table: Table) -> None:
 
 def _show_comparison(comparison: Comparison) -> None:
   print(comparison.to_json() if _JSON.value else comparison)
-  _write("Caches beside each other", comparison, [comparison, comparison.plot()])
+  # The picture is made only if there is a page.
+  parts = (part() for part in (lambda: comparison, comparison.plot))
+  _write("Caches beside each other", comparison, parts)
 
 
 def _write(title: str, shown: Table | Comparison, parts) -> None:
@@ -126,7 +128,7 @@ def _parts(table: Table, machine: Capacity | None) -> Iterator[Any]:
   yield waterfall(table.model).plot()
   if table.model.config is not None:
     yield work(table.model).plot()
-    yield render(count.of(table.model))
+    yield render(count.footprint(table.model))
   if machine is not None:
     yield machine
     yield machine.plot()

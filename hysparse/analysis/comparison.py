@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from hysparse import config as config_lib
 from hysparse.analysis import units
-from hysparse.analysis.frames import frame
+from hysparse.analysis.frames import frame, lines
 from hysparse.analysis.table import Table, footprint
-from hysparse.footprint import text
 from hysparse.footprint.read import Source
 
 if TYPE_CHECKING:
   import pandas
 
   from hysparse.analysis.look import Plot
-
-_CONTEXTS = tuple(1 << power for power in range(10, 21, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +50,7 @@ class Comparison:
     return json.dumps([table.to_dict() for table in self.tables], indent=2)
 
   def __str__(self) -> str:
-    rows = self._rows()
-    lines = [[name.replace("_", " ") for name in rows[0]]]
-    lines += [[units.cell(value) for value in row.values()] for row in rows]
-    return text.table(lines, right=range(2, len(lines[0])))
+    return lines(self._rows(), right=range(2, 6))
 
   __repr__ = __str__
 
@@ -82,11 +76,13 @@ class Comparison:
     left.set_xlabel("bytes a token of context (logarithmic)")
     left.set_title("what each token adds", fontsize="medium")
     for table, style in zip(self.tables, look.models(count), strict=True):
-      longest = table.model.max_positions or _CONTEXTS[-1]
-      contexts = sorted({*(n for n in _CONTEXTS if n <= longest), min(longest, _CONTEXTS[-1])})
+      longest = table.model.max_positions or look.CONTEXTS[-1]
+      contexts = sorted(
+        {*(n for n in look.CONTEXTS if n <= longest), min(longest, look.CONTEXTS[-1])}
+      )
       sizes = [table.at(n).tier("resident") / (table.batch * table.replicas) for n in contexts]
       right.plot(contexts, sizes, markersize=4.5, label=table.model.name, **style)
-    look.context_axis(right, _CONTEXTS)
+    look.context_axis(right, look.CONTEXTS)
     right.set_yscale("log")
     right.set_ylim(top=right.get_ylim()[1] * 30)  # room for the legend
     look.byte_axis(right)

@@ -36,6 +36,8 @@ COMPONENTS = {
   "engram_history": BLACK,
 }  # the rest (bookkeeping, scratch) is grey
 
+CONTEXTS = tuple(1 << power for power in range(10, 21, 2))  # of lines against the context
+
 _MARKERS = "osD^vPX"
 _DPI = 110
 
@@ -80,11 +82,9 @@ def models(count: int) -> list[dict[str, str]]:
   return [{"color": to_hex(s), "marker": _MARKERS[i % len(_MARKERS)]} for i, s in enumerate(shades)]
 
 
-def byte_axis(axes: Axes, which: str = "y") -> None:
-  """Ticks of an axis as sizes."""
-  getattr(axes, f"{which}axis").set_major_formatter(
-    FuncFormatter(lambda value, _: units.size(value))
-  )
+def byte_axis(axes: Axes) -> None:
+  """Ticks of the upright axis as sizes."""
+  axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value)))
 
 
 def context_axis(axes: Axes, contexts: Sequence[int]) -> None:

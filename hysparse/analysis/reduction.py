@@ -21,8 +21,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from hysparse.analysis import units
-from hysparse.analysis.frames import frame
-from hysparse.footprint import text
+from hysparse.analysis.frames import frame, lines
 from hysparse.footprint.kept import Kept, Reads
 from hysparse.footprint.read import Precision, Source, read
 
@@ -73,10 +72,7 @@ class Waterfall:
     ]
 
   def __str__(self) -> str:
-    rows = self._rows()
-    lines = [[name.replace("_", " ") for name in rows[0]]]
-    lines += [[units.cell(value) for value in row.values()] for row in rows]
-    return text.table(lines, right=(2, 3))
+    return lines(self._rows(), right=(2, 3))
 
   __repr__ = __str__
 

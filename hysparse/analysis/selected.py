@@ -26,12 +26,10 @@ from flax import nnx
 from hysparse_kernels.indexer import select
 from hysparse_kernels.sparse_attention import View, sparse_attention
 
-from hysparse.analysis import units
-from hysparse.analysis.frames import frame
+from hysparse.analysis.frames import frame, lines
 from hysparse.analysis.prompts import prompt_of
 from hysparse.config import Config, ModelConfig
 from hysparse.evaluation.recall import VISIBLE_PER_SELECTED, oracle_rows
-from hysparse.footprint import text
 from hysparse.nn.batch import Batch
 from hysparse.nn.calls import Call
 from hysparse.nn.model import Model
@@ -169,10 +167,7 @@ class Selection:
     return rows
 
   def __str__(self) -> str:
-    rows = self.rows()
-    lines = [[name.replace("_", " ") for name in rows[0]]] if rows else [["no layer selects"]]
-    lines += [[units.cell(value) for value in row.values()] for row in rows]
-    return text.table(lines, right=range(2, len(lines[0])))
+    return lines(self.rows(), right=range(2, 9)) if self.chosen else "no layer selects"
 
   __repr__ = __str__
 

@@ -19,6 +19,7 @@ from hysparse import parameters
 from hysparse.analysis import units
 from hysparse.analysis.frames import frame
 from hysparse.analysis.table import footprint
+from hysparse.footprint.fields import whole
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
 
@@ -178,8 +179,7 @@ def capacity(
   """
   model = read(config_or_path, precision=precision, page=page)
   for name, value in (("devices", devices), ("replicas", replicas)):
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise config_lib.ConfigError(f"{name}: is {value!r}; must be a whole number from 1 up")
+    whole(name, value)
   if devices % replicas:
     raise config_lib.ConfigError(f"replicas: is {replicas}; must divide devices ({devices})")
   _number("hbm", hbm, above=0)

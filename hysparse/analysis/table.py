@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from hysparse import config as config_lib
 from hysparse.analysis.frames import frame
 from hysparse.cache.layout import Component
+from hysparse.footprint.count import plain
+from hysparse.footprint.fields import whole
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
 from hysparse.footprint.text import spans
@@ -128,7 +130,7 @@ class Table:
   @property
   def frame(self) -> pandas.DataFrame:
     """The lines as a DataFrame, bytes as whole numbers (per token as float)."""
-    return frame(map(_plain, self.lines), ["component", "layer"])
+    return frame(map(_row, self.lines), ["component", "layer"])
 
   @property
   def components(self) -> pandas.DataFrame:
@@ -150,7 +152,7 @@ class Table:
         **dict(zip(("component", "format", "lifetime", "tiers"), key, strict=True)),
         **row,
         "layers": spans(sorted(row["layers"])),
-        "per_token": _number(row["per_token"]),
+        "per_token": plain(row["per_token"]),
         "share": row["total"] / total,
       }
       for key, row in rows.items()
@@ -180,9 +182,9 @@ class Table:
       "batch": self.batch,
       "page": self.page,
       "replicas": self.replicas,
-      "bytes_per_token": _number(self.per_token),
+      "bytes_per_token": plain(self.per_token),
       "tiers": {tier: self.tier(tier) for tier in ("resident", "pool", "persistent", "call")},
-      "lines": [_plain(line) for line in self.lines],
+      "lines": [_row(line) for line in self.lines],
     }
 
   def to_json(self) -> str:
@@ -241,8 +243,7 @@ def footprint(
   if context is None:
     context = min(_DEFAULT_CONTEXT, longest or _DEFAULT_CONTEXT)
   for name, value in (("context", context), ("batch", batch), ("replicas", replicas)):
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise config_lib.ConfigError(f"{name}: is {value!r}; must be a whole number from 1 up")
+    whole(name, value)
   if longest is not None and context > longest:
     raise config_lib.ConfigError(
       f"context: is {context}; {model.name} has {longest} positions (max_positions)"
@@ -282,15 +283,11 @@ def _lines(
     )
 
 
-def _plain(line: Line) -> dict[str, Any]:
+def _row(line: Line) -> dict[str, Any]:
   """JSON-ready."""
   return {
     **dataclasses.asdict(line),
     "tiers": ", ".join(line.tiers),
-    "per_token": _number(line.per_token),
+    "per_token": plain(line.per_token),
     "total": line.total,
   }
-
-
-def _number(value: Fraction) -> int | float:
-  return value.numerator if value.denominator == 1 else float(value)

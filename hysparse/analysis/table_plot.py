@@ -12,8 +12,6 @@ from hysparse.analysis import look, units
 if TYPE_CHECKING:
   from hysparse.analysis.table import Table
 
-_CONTEXTS = tuple(1 << power for power in range(10, 21, 2))
-
 
 def plot(table: Table) -> look.Plot:
   """Bytes a token by owner layer, and bytes of a sequence against its context."""
@@ -53,7 +51,7 @@ def _by_layer(axes: Axes, table: Table) -> None:
 
 def _by_context(axes: Axes, table: Table) -> None:
   longest = table.model.max_positions
-  contexts = [n for n in _CONTEXTS if longest is None or n <= longest] or [longest]
+  contexts = [n for n in look.CONTEXTS if longest is None or n <= longest] or [longest]
   tables = [table.at(n) for n in contexts]
   totals = [t.tier("resident") / (t.batch * t.replicas) for t in tables]
   axes.plot(contexts, totals, color=look.BLACK, linewidth=2.5, alpha=0.35, label="resident")

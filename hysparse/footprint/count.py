@@ -60,7 +60,7 @@ class Footprint:
       "family": self.model.family,
       "precision": self.model.precision,
       **(ours or {}),
-      "global_bytes_per_token": _plain(self.global_bytes_per_token),
+      "global_bytes_per_token": plain(self.global_bytes_per_token),
       "bounded_bytes": self.bounded_bytes,
       "block_tokens": self.layout.block_tokens,
       "components": [
@@ -71,9 +71,9 @@ class Footprint:
           "lifetime": c.lifetime,
           "row": {part.name: {"shape": list(part.shape), "dtype": part.dtype} for part in c.row},
           "bytes_per_row": c.row_bytes,
-          "rows_per_token": _plain(c.rows_per_token),
+          "rows_per_token": plain(c.rows_per_token),
           "rows": c.rows,
-          "bytes_per_token": _plain(c.bytes_per_token),
+          "bytes_per_token": plain(c.bytes_per_token),
           "bytes": c.bytes_at(0),
         }
         for c in self.layout
@@ -87,16 +87,12 @@ def footprint(source: Source, *, precision: Precision = None, page: int | None =
 
   Arguments as in `read`.
   """
-  return of(read(source, precision=precision, page=page))
-
-
-def of(model: Kept) -> Footprint:
-  """The same of a model that has been read."""
+  model = read(source, precision=precision, page=page)
   longest = model.max_positions or _CONTEXTS[-1]
   contexts = (*(n for n in _CONTEXTS if n < longest), longest)
   return Footprint(model, contexts)
 
 
-def _plain(value: Fraction) -> int | float:
+def plain(value: Fraction) -> int | float:
   """A whole number where it is one."""
   return value.numerator if value.denominator == 1 else float(value)

@@ -16,6 +16,15 @@ _ALIASES = {
 }
 
 
+def whole(name: str, value: object) -> None:
+  """
+  Raises:
+    ConfigError: an argument that is no whole number from 1 up.
+  """
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise config_lib.ConfigError(f"{name}: is {value!r}; must be a whole number from 1 up")
+
+
 class Fields:
   """The object that describes a language model, inside or at the top of a config.json.
 
@@ -28,7 +37,7 @@ class Fields:
     self._values = values
 
   def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
-    """The same, with what it leaves out (or sets to null where the default is no choice)."""
+    """The same, with what it leaves out; null stays null."""
     return Fields({**defaults, **self._values}, self.name)
 
   def get(self, field: str, default: Any = None) -> Any:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from hysparse import config as config_lib
-from hysparse import config_file, json_text, published, published_fields
+from hysparse import config_file, json_text, published, published_fields, workdir
 from hysparse.cache import layout as layout_lib
 from hysparse.footprint import families, latent_families
 from hysparse.footprint.entry_formats import FORMATS, OF_DTYPE, PLAIN
-from hysparse.footprint.fields import Fields
+from hysparse.footprint.fields import Fields, whole
 from hysparse.footprint.kept import Kept, kept
 
 Precision = str | Mapping[str, str] | layout_lib.Precision | None
@@ -44,8 +44,8 @@ def read(
     ConfigError: a file that cannot be read, a family that is not known, a field, a format or a
       page that does not fit.
   """
-  if page is not None and (not isinstance(page, int) or isinstance(page, bool) or page < 1):
-    raise config_lib.ConfigError(f"page: is {page!r}; must be a whole number of tokens from 1 up")
+  if page is not None:
+    whole("page", page)
   if isinstance(source, Kept):
     return _again(source, precision, page)
   if isinstance(source, config_lib.Config):
@@ -61,9 +61,8 @@ def read(
     return _ours(config_file.load(str(path), overrides).model, path.stem, precision, page)
   if overrides:
     raise config_lib.ConfigError(f"config.{overrides[0]}: {path} takes no overrides")
-  if (path / "experiment.json").is_file():
-    config = config_lib.Config.from_dict(_json(path / "experiment.json").get("config", {}))
-    return _ours(config.model, path.name, precision, page)
+  if (path / workdir.EXPERIMENT).is_file():
+    return _ours(_recorded(path), path.name, precision, page)
   if path.is_dir():
     path = path / "config.json"
   values = _json(path)
@@ -179,6 +178,15 @@ def _format(precision: Precision, default: str, legal: Sequence[str]):
   if not isinstance(name, str) or name not in legal:
     raise config_lib.ConfigError(f"precision: is {name!r}; must be one of {', '.join(legal)}")
   return FORMATS[name]
+
+
+def _recorded(path: pathlib.Path) -> config_lib.ModelConfig:
+  try:
+    return config_lib.Config.from_dict(workdir.read_experiment(path)["config"]).model
+  except workdir.WorkdirError as error:
+    raise config_lib.ConfigError(str(error)) from None
+  except config_lib.ConfigError as error:
+    raise config_lib.ConfigError(f"{path / workdir.EXPERIMENT}: {error}") from None
 
 
 def _json(path: pathlib.Path) -> Mapping[str, Any]:

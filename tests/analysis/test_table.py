@@ -41,7 +41,8 @@ def test_golden_bytes(name):
     windows = [table.bytes(component=f"window_{side}") for side in ("encoder", "decoder", "draft")]
     assert sum(windows[:2]) == expected["bounded_windows_backbone"]
     assert windows[2] == expected["bounded_windows_draft"]
-  assert table.model.precision in (expected.get("format", "bf16"), table.model.precision)
+  if expected.get("format") != "v41":  # ours has a dial
+    assert table.model.precision == expected.get("format", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -180,11 +181,9 @@ def test_lines_add_up_in_every_view():
   assert parts == table.bytes()
   once = footprint(RELEASED, context=100_001, batch=3)
   assert table.bytes() == 2 * once.bytes()
-  assert (
-    table.tier("persistent")
-    == once.tier("persistent")
-    == 3 * (once.bytes(lifetime="global") - sum(line.padding for line in once.lines)) // 3
-  )
+  padding = sum(line.padding for line in once.lines)
+  assert table.tier("persistent") == once.tier("persistent")
+  assert once.tier("persistent") == once.bytes(lifetime="global") - padding
   assert once.tier("pool") == 3 * 1_351_680  # the report's figure for 20 windows
   assert sum(once.tier(tier) for tier in ("resident", "call")) == once.bytes()
   scales = {line.component: line.scales / (line.values + line.scales) for line in once.lines}
