@@ -12,11 +12,13 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from hysparse_kernels.arguments import whole
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hysparse.nn.host_table import HostTable
 
 DEVICES = "devices"
+_AXES = ("layers", "batch", "rows", "pool", "table_rows")
 _RULES = {"batch": DEVICES, "pool": DEVICES, "table_rows": DEVICES}
 
 
@@ -25,16 +27,31 @@ class Placement:
   """A mesh, and which of its axes each named axis of an array is spread over.
 
   Attributes:
-    mesh: of devices.
+    mesh: of devices; its axes become Auto, whatever they were (`jax.make_mesh` makes Explicit ones,
+      for which every operation would need its sharding written out).
     rules: name of an axis -> axis of the mesh; axes that are not named are not spread. Names:
       "layers", "batch", "rows" and "pool" of cache components, "table_rows" of Engram tables.
+
+  Raises:
+    TypeError: a mesh or rules that are none.
+    ValueError: axes of the mesh with one name, a rule for an axis that no array or no mesh has.
   """
 
   mesh: Mesh
   rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict(_RULES))
 
   def __post_init__(self) -> None:
+    if not isinstance(self.mesh, Mesh):
+      raise TypeError(f"placement.mesh: is a {type(self.mesh).__name__}; must be a jax Mesh")
+    if not isinstance(self.rules, Mapping):
+      raise TypeError(f"placement.rules: is a {type(self.rules).__name__}; must be a mapping")
+    names = self.mesh.axis_names
+    if len(set(names)) < len(names):
+      raise ValueError(f"placement.mesh: has axes {names}; every axis must have a name of its own")
+    object.__setattr__(self, "mesh", Mesh(self.mesh.devices, names))
     for name, axis in self.rules.items():
+      if name not in _AXES:
+        raise ValueError(f"placement.rules: no array has an axis {name!r}; must be one of {_AXES}")
       if axis not in self.mesh.axis_names:
         raise ValueError(
           f"placement: '{name}' goes to mesh axis '{axis}'; the mesh has {self.mesh.axis_names}"
@@ -48,8 +65,8 @@ class Placement:
       ValueError: more devices than there are.
     """
     present = jax.devices()
-    if devices is not None and not 1 <= devices <= len(present):
-      raise ValueError(f"devices: is {devices}; must be in 1..{len(present)}, those present here")
+    if devices is not None:
+      whole("devices", devices, 1, len(present))
     return cls(Mesh(present[:devices], (DEVICES,)))
 
   def of(self, *axes: str) -> NamedSharding:

@@ -30,7 +30,7 @@ _SPEC = flags.DEFINE_multi_string("spec", [], "Specs by name, instead of each op
 _ALL = flags.DEFINE_bool("all", False, "All specs of each operation.")
 _JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
 _WORKERS = flags.DEFINE_integer("workers", 2, "Processes at a time.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 300, "Limit for one spec.")
+_SECONDS = flags.DEFINE_float("seconds", 300, "Limit for one spec.", lower_bound=1)
 
 
 def _specs(op, backend, platform):
@@ -45,9 +45,19 @@ def _specs(op, backend, platform):
 
 
 def main(argv: Sequence[str]) -> None:
-  del argv
+  if len(argv) > 1:
+    sys.exit(f"aot_check: unexpected argument '{argv[1]}'")
+  if _JSON.value and not pathlib.Path(_JSON.value).absolute().parent.is_dir():
+    sys.exit(f"aot_check: --json={_JSON.value}: there is no such folder")
   platforms = {name: TARGETS[name].platform for name in _TARGET.value}
   operations = {name: OPERATIONS[name] for name in _OP.value}
+  names = {
+    name
+    for op in operations.values()
+    for name in (*(s.name for s in (*op.specs, *op.released)), *(n + GRADIENT for n in op.trained))
+  }
+  if unknown := set(_SPEC.value) - names:
+    sys.exit(f"aot_check: --spec={min(unknown)}: is none of {', '.join(sorted(names))}")
   jobs = [*runner.jobs(operations, platforms, _BACKEND.value, _specs)]
   if not jobs:
     sys.exit("aot_check: nothing to compile; see --help")

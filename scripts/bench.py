@@ -21,8 +21,12 @@ _JSON = flags.DEFINE_string("json", None, "Also write the figures to this file."
 def main(argv: Sequence[str]) -> None:
   modules = [module.name for module in pkgutil.iter_modules(benchmarks.__path__)]
   names = [name for name in modules if name not in benchmarks.TOOLS]
+  if len(argv) > 2:
+    sys.exit(f"scripts/bench.py: unexpected argument '{argv[2]}'")
   if len(argv) != 2 or argv[1] not in names:
     sys.exit(f"usage: scripts/bench.py NAME, one of: {', '.join(names)}")
+  if _JSON.value and not pathlib.Path(_JSON.value).absolute().parent.is_dir():
+    sys.exit(f"scripts/bench.py: --json={_JSON.value}: there is no such folder")
   result = importlib.import_module(f"hysparse.benchmarks.{argv[1]}").run(_ROUNDS.value)
   print(result)
   if _JSON.value:

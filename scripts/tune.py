@@ -3,7 +3,8 @@
     python scripts/tune.py --op=sparse_attention [--backend=triton] [--write]
 
 For every row of a table that the released specs meet, the fastest candidate is printed; `--write`
-puts it into `kernels/hysparse_kernels/<op>/tuning.json` for this kind of device.
+puts it into `kernels/hysparse_kernels/<op>/tuning.json` for this kind of device. The released sizes
+are made for accelerators: on a CPU a table takes minutes.
 """
 
 from __future__ import annotations
@@ -25,15 +26,24 @@ _WRITE = flags.DEFINE_boolean("write", False, "Write the winners into the tables
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     sys.exit(f"scripts/tune.py: unexpected argument '{argv[1]}'")
-  for op in [_OP.value] if _OP.value else sorted(OPERATIONS):
+  jobs = [
+    (op, backend)
+    for op in ([_OP.value] if _OP.value else sorted(OPERATIONS))
+    for backend in tuner.backends_here(op)
+    if _BACKEND.value in (None, backend)
+  ]
+  if _OP.value and _BACKEND.value:
+    jobs = [(_OP.value, _BACKEND.value)]  # if it cannot be, `tune` says why
+  if not jobs:
+    sys.exit("scripts/tune.py: nothing to tune: no such backend has a tuning table and runs here")
+  for op, backend in jobs:
     try:
-      backends = [_BACKEND.value] if _BACKEND.value else tuner.backends_here(op)
-      for backend in backends:
-        for winner in tuner.tune(op, backend, _ROUNDS.value):
-          print(winner, flush=True)
-          if _WRITE.value and winner.sizes:
-            winner.write()
-    except (BackendError, LookupError) as error:
+      print(f"{op} {backend}: measuring", file=sys.stderr, flush=True)
+      for winner in tuner.tune(op, backend, _ROUNDS.value):
+        print(winner, flush=True)
+        if _WRITE.value and winner.sizes:
+          winner.write()
+    except (BackendError, LookupError, ValueError) as error:
       sys.exit(f"scripts/tune.py: {error}")
 
 

@@ -14,12 +14,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hysparse_kernels.arguments import whole
+
 from hysparse import config as config_lib
 from hysparse import parameters
 from hysparse.analysis import units
 from hysparse.analysis.frames import frame
 from hysparse.analysis.table import footprint
-from hysparse.footprint.fields import whole
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
 
@@ -179,7 +180,7 @@ def capacity(
   """
   model = read(config_or_path, precision=precision, page=page)
   for name, value in (("devices", devices), ("replicas", replicas)):
-    whole(name, value)
+    whole(name, value, error=config_lib.ConfigError)
   if devices % replicas:
     raise config_lib.ConfigError(f"replicas: is {replicas}; must divide devices ({devices})")
   _number("hbm", hbm, above=0)

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from hysparse_kernels.arguments import whole
+
 from hysparse import config as config_lib
 from hysparse.analysis.frames import frame
 from hysparse.cache.layout import Component
 from hysparse.footprint.count import plain
-from hysparse.footprint.fields import whole
 from hysparse.footprint.kept import Kept
 from hysparse.footprint.read import Precision, Source, read
 from hysparse.footprint.text import spans
@@ -243,7 +244,7 @@ def footprint(
   if context is None:
     context = min(_DEFAULT_CONTEXT, longest or _DEFAULT_CONTEXT)
   for name, value in (("context", context), ("batch", batch), ("replicas", replicas)):
-    whole(name, value)
+    whole(name, value, error=config_lib.ConfigError)
   if longest is not None and context > longest:
     raise config_lib.ConfigError(
       f"context: is {context}; {model.name} has {longest} positions (max_positions)"

@@ -49,7 +49,8 @@ class Row:
   def __str__(self) -> str:
     return (
       f"{self.what:34} {1e3 * self.seconds:9.2f} ms  {self.yardstick:52}"
-      f" {1e3 * self.yardstick_s:9.2f} ms {self.ratio:7.3f}  (at most {self.at_most:.3f})"
+      f" {1e3 * self.yardstick_s:9.2f} ms {self.ratio:7.3f}  (at most {self.at_most:.3f}"
+      f"{', MISSED' if self.ratio > self.at_most else ''})"
     )
 
 
@@ -180,8 +181,8 @@ def _indexer(bench: Bench) -> None:
       for _ in range(QUERIES)
     ]
     pools[n] = Pool(jnp.asarray(np.stack(blocks)[None], jnp.int32), POOL_BLOCK)
-    bench.time(f"indexer pool of {n}", chosen, q, keys[n], weights, pools[n])
-  small, large = (f"indexer pool of {n}" for n in keys)
+    bench.time(f"indexer, pool, {n} keys", chosen, q, keys[n], weights, pools[n])
+  small, large = (f"indexer, pool, {n} keys" for n in keys)
   work = functools.partial(yardsticks.pooled_scores, top_k=TOP_K)
   bench.time("pool", work, q[0], keys[ENTRIES], pools[ENTRIES].entry_ids()[0])
   bench.compare(small, "gather, dequantise, products, top-k", 1.3, "pool")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from hysparse_kernels.arguments import whole
 from hysparse_kernels.formats import Stored
 
 from hysparse.cache import layout as layout_lib
@@ -18,6 +20,7 @@ from hysparse.cache.state import Cache, CacheError, LayerCache, Pages, Pools
 from hysparse.config import Config, ModelConfig
 
 
+@runtime_checkable
 class Placement(Protocol):
   """Where arrays live when there are several devices; see `hysparse.sharding`."""
 
@@ -67,33 +70,33 @@ def allocate(
     placement: spreads sequences and pools over devices; None: all on the default one.
 
   Raises:
-    CacheError: no sequences, sequences that cannot be spread evenly, or more tokens than the model
-      has positions for.
+    CacheError: a size that is no whole number from 1 up, more tokens than the model has positions
+      for, an axis of an array that cannot be spread evenly.
     ConfigError: a block size that would cut a group of tokens or a candidate block.
+    TypeError: a config or a placement that is none.
   """
   if not isinstance(config, Config):
     raise TypeError(f"allocate: config is a {type(config).__name__}; must be the whole Config")
   model = config.model
-  if batch < 1:
-    raise CacheError(f"batch: is {batch}; must be at least 1")
-  if not 1 <= max_tokens <= model.max_positions:
+  if placement is not None and not isinstance(placement, Placement):
+    raise TypeError(f"placement: is a {type(placement).__name__}; must be a hysparse.Placement")
+  whole("batch", batch, error=CacheError)
+  if whole("max_tokens", max_tokens, error=CacheError) > model.max_positions:
     raise CacheError(
       f"max_tokens: is {max_tokens}; must be in 1..max_positions ({model.max_positions})"
     )
-  if pool_tokens is not None and pool_tokens < 1:
-    raise CacheError(f"pool_tokens: is {pool_tokens}; must be at least 1")
+  if pool_tokens is not None:
+    whole("pool_tokens", pool_tokens, error=CacheError)
   precision = layout_lib.Precision.of(model, config.train.numerics)
   described = layout_lib.layout(model, precision, block_tokens=block_tokens)
   P = described.block_tokens
   each = -(-max_tokens // P)
   blocks = batch * each if pool_tokens is None else -(-pool_tokens // P)
   if placement is not None:
-    if batch % placement.parts("batch"):
-      raise CacheError(
-        f"batch: is {batch}; must be a multiple of the {placement.parts('batch')} devices that"
-        " share the sequences"
-      )
     blocks += -blocks % placement.parts("pool")
+    sizes = {"batch": batch, "max_blocks": each, "pool_tokens": blocks * P}
+    check = functools.partial(_check_spread, placement, sizes)
+    assemble(model, described, precision, blocks, check)
 
   def made(leaf: Leaf) -> jax.Array:
     struct = leaf.struct(batch, each, blocks * P)
@@ -108,6 +111,17 @@ def allocate(
     own = jax.device_put(own, placement.of("batch", "rows"))
   pages = dataclasses.replace(cache.pages, table_BxJ=own)
   return dataclasses.replace(cache, pages=pages)
+
+
+def _check_spread(placement: Placement, sizes: Mapping[str, int], leaf: Leaf) -> None:
+  """Refuses an array that cannot be cut into equal parts."""
+  for axis, size in zip(leaf.component.axes, leaf.struct(**sizes).shape, strict=False):
+    parts = placement.parts(axis)
+    if size % parts:
+      field = axis if axis == "batch" else f"placement: axis '{axis}' of {leaf.component.name}"
+      raise CacheError(
+        f"{field}: is {size}; must be a multiple of the {parts} devices that share it"
+      )
 
 
 def assemble(
@@ -173,6 +187,19 @@ def assemble(
 
 
 def leaves(cache: Cache, model: ModelConfig) -> Cache:
-  """The same tree with the `Leaf` of each array in its place."""
+  """The same tree with the `Leaf` of each array in its place.
+
+  Raises:
+    CacheError: a cache of another model.
+  """
+  if not isinstance(model, ModelConfig):
+    raise TypeError(f"config: is a {type(model).__name__}; must be a ModelConfig")
   described = layout_lib.layout(model, cache.precision, block_tokens=cache.pages.tokens)
-  return assemble(model, described, cache.precision, cache.pages.blocks, lambda leaf: leaf)
+  pages = cache.pages
+  tree = assemble(model, described, cache.precision, pages.blocks, lambda leaf: leaf)
+  sizes = (*pages.table_BxJ.shape, pages.blocks * pages.tokens)
+  want = [leaf.struct(*sizes) for leaf in jax.tree.leaves(tree)]
+  have = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
+  if jax.tree.structure(tree) != jax.tree.structure(cache) or want != have:
+    raise CacheError("cache: its arrays are not those that this model's config describes")
+  return tree

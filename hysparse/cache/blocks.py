@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hysparse_kernels.arguments import whole
 from jaxtyping import Array, Int
 
 from hysparse.cache import slots as slots_lib
@@ -54,7 +55,12 @@ class BlockPool:
     return len(self._free)
 
   def missing(self, slot: int, tokens: int) -> int:
-    """Blocks that a sequence needs beside its own to hold `tokens` tokens."""
+    """Blocks that a sequence needs beside its own to hold `tokens` tokens.
+
+    Raises:
+      ValueError: no such slot.
+    """
+    self.check_slot("slot", slot)
     return max(0, -(-tokens // self.tokens) - int(self._held[slot]))
 
   def check(self, tokens: int) -> None:
@@ -62,7 +68,9 @@ class BlockPool:
 
     Raises:
       OutOfBlocks: saying what there is.
+      ValueError: tokens that are no number from 0 up.
     """
+    whole("tokens", tokens, 0)
     needed = -(-tokens // self.tokens)
     if needed > self.width:
       raise OutOfBlocks(
@@ -78,6 +86,7 @@ class BlockPool:
 
     Raises:
       OutOfBlocks: not enough are free, or the table of a sequence has no place for so many.
+      ValueError: no such slot.
     """
     try:
       self.check(tokens)
@@ -100,10 +109,14 @@ class BlockPool:
 
     Raises:
       OutOfBlocks: a block is needed for that and none is free.
+      ValueError: no such slots, a target that holds blocks, tokens that the source has no blocks
+        for.
     """
+    self.check_slot("source", source)
+    self.check_slot("target", target)
     if self._held[target]:
       raise ValueError(f"slot {target}: holds {self._held[target]} blocks; release it first")
-    if tokens > self._held[source] * self.tokens:
+    if whole("tokens", tokens, 0) > self._held[source] * self.tokens:
       raise ValueError(f"slot {source}: has no blocks for {tokens} tokens")
     full, begun = divmod(tokens, self.tokens)
     if begun and not self.free:
@@ -118,7 +131,12 @@ class BlockPool:
     return int(self._table[source, full]), self._take(target, full)
 
   def release(self, slot: int) -> None:
-    """Gives all blocks of a sequence back; shared ones stay with their other holders."""
+    """Gives all blocks of a sequence back; shared ones stay with their other holders.
+
+    Raises:
+      ValueError: no such slot.
+    """
+    self.check_slot("slot", slot)
     for block in self._table[slot, : self._held[slot]].tolist():
       self._holders[block] -= 1
       if not self._holders[block]:
@@ -131,9 +149,20 @@ class BlockPool:
     return self.blocks - self.free
 
   def install(self, cache: Cache) -> Cache:
-    """The cache with the tables as they are now."""
-    pages = dataclasses.replace(cache.pages, table_BxJ=jnp.asarray(self._table))
+    """The cache with the tables as they are now, on the devices where they were."""
+    table = jnp.asarray(self._table)
+    place = cache.pages.table_BxJ.sharding
+    if len(place.device_set) > 1:
+      table = jax.device_put(table, place)
+    pages = dataclasses.replace(cache.pages, table_BxJ=table)
     return dataclasses.replace(cache, pages=pages)
+
+  def check_slot(self, name: str, slot: int) -> None:
+    """
+    Raises:
+      ValueError: no such slot.
+    """
+    whole(name, slot, 0, self.slots - 1)
 
   def _take(self, slot: int, place: int) -> int:
     block = self._free.pop()
@@ -149,8 +178,9 @@ def fork(cache: Cache, pool: BlockPool, source: int, target: int) -> Cache:
   Waits for the length of the sequence; uses up the cache that it is given.
 
   Raises:
-    OutOfBlocks: see `BlockPool.share`.
+    OutOfBlocks, ValueError: see `BlockPool.share`.
   """
+  pool.check_slot("source", source)
   begun = pool.share(source, target, int(cache.length_B[source]))
   block_from, block_to = begun or (0, 0)  # onto itself: nothing
   return pool.install(_copy(cache, source, target, block_from, block_to))

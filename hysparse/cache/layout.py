@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Literal
 
+from hysparse_kernels.arguments import whole
+
 from hysparse import config as config_lib
 from hysparse import schedule as schedule_lib
 
@@ -199,12 +201,13 @@ def layout(
     call_tokens: tokens of one forward call; they size the scratch only.
 
   Raises:
-    ConfigError: a block size that would cut a group of tokens or a candidate block.
+    ConfigError: a block size that is no whole number, or cuts a group of tokens or a candidate
+      block.
   """
   alignment = config.alignment
   if block_tokens is None:
     block_tokens = -(-_BLOCK_TOKENS // alignment) * alignment
-  if block_tokens < 1 or block_tokens % alignment:
+  if whole("block_tokens", block_tokens, error=config_lib.ConfigError) % alignment:
     raise config_lib.ConfigError(
       f"block_tokens: is {block_tokens}; must be a multiple of {alignment}, the schedule's ratios"
       " and candidate blocks"

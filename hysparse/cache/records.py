@@ -3,6 +3,9 @@
 A record holds, for every component of the layout, the rows that the sequence has: exactly the bytes
 that the layout counts. What addresses them (block table, ring tags, status) is not part of it: rows
 come back to wherever a slot has its blocks, and rings get the tags that their length implies.
+
+A record knows the config that it was made with, not the weights: whoever keeps records of several
+checkpoints keeps them apart.
 """
 
 from __future__ import annotations
@@ -18,31 +21,36 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from hysparse_kernels.arguments import whole
 from hysparse_kernels.formats import Stored
-from hysparse_kernels.paged import Paged
-from jaxtyping import UInt8
+from hysparse_kernels.paged import NOWHERE, Paged
+from jaxtyping import Int, UInt8
 
 from hysparse.cache import layout as layout_lib
 from hysparse.cache.allocate import Leaf, leaves
 from hysparse.cache.state import Cache, CacheError
-from hysparse.config import ModelConfig
+from hysparse.config import Config
 
-_VERSION = "1"
+_VERSION = "2"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Record:
   """The state of one sequence.
 
   Attributes:
     tokens: its length.
-    layout: digest of the description of all components; it fits caches of the same only.
+    origin: digest of the model's config, the numerics and the layout; it fits caches of the same
+      only.
     rows: bytes [..., row bytes] of each array, by "component/first layer/part".
   """
 
   tokens: int
-  layout: str
+  origin: str
   rows: Mapping[str, UInt8[np.ndarray, "..."]]
+
+  def __post_init__(self) -> None:
+    whole("record.tokens", self.tokens, 0, error=CacheError)
 
   @property
   def bytes(self) -> int:
@@ -51,54 +59,83 @@ class Record:
 
   def to_bytes(self) -> bytes:
     """As the content of a safetensors file."""
-    about = {"version": _VERSION, "tokens": str(self.tokens), "layout": self.layout}
-    return safetensors.numpy.save(dict(self.rows), about)
+    about = {"version": _VERSION, "tokens": str(self.tokens), "origin": self.origin}
+    return safetensors.numpy.save(dict(self.rows), about | {"sha256": self._digest()})
 
   @classmethod
   def from_bytes(cls, data: bytes) -> Record:
     """Reads what `to_bytes` wrote.
 
     Raises:
-      CacheError: anything else, or another version of it.
+      CacheError: anything else, another version of it, or bytes that have changed since.
     """
+    data = bytes(data)
     try:
       rows = safetensors.numpy.load(data)
       about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-      version, tokens, layout = about["version"], int(about["tokens"]), about["layout"]
+      version, tokens, origin = about["version"], int(about["tokens"]), about["origin"]
+      digest = about["sha256"]
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
       raise CacheError(f"record: is damaged, or no record ({error})") from None
     if version != _VERSION:
       raise CacheError(f"record: has version {version}; must be {_VERSION}")
-    return cls(tokens, layout, rows)
+    record = cls(tokens, origin, rows)
+    if record._digest() != digest:
+      raise CacheError("record: is damaged: its content does not have the sum that it names")
+    return record
+
+  def _digest(self) -> str:
+    digest = hashlib.sha256(f"{self.tokens} {self.origin}".encode())
+    for name, x in sorted(self.rows.items()):
+      digest.update(f" {name} {x.dtype} {x.shape} ".encode())
+      digest.update(np.ascontiguousarray(x))
+    return digest.hexdigest()
 
 
-def take(cache: Cache, config: ModelConfig, slot: int) -> Record:
-  """The state of a sequence; waits for the arrays."""
+def take(cache: Cache, config: Config, slot: int) -> Record:
+  """The state of a sequence; waits for the arrays.
+
+  Raises:
+    CacheError: no such slot, a cache of another config or used up by a later call, a sequence that
+      does not have all of its rows.
+  """
+  described = _described(cache, config, slot)
   tokens, rows = int(cache.length_B[slot]), {}
+  room = int(cache.pages.room_B[slot])
+  if room < tokens or bool(cache.error_B[slot]):
+    raise CacheError(
+      f"slot {slot}: has not all rows of its {tokens} tokens (blocks for {room}; cache.check() says"
+      " more)"
+    )
 
   def read(leaf: Leaf, array: jax.Array) -> None:
     if _is_kept(leaf):
       axis, at = _place(leaf, cache, slot, tokens)
-      rows[_name(leaf)] = array.take(jnp.asarray(at), axis)
+      rows[_name(leaf)] = array.take(at, axis, mode="clip")
 
-  jax.tree.map(read, leaves(cache, config), cache)
-  rows = {name: _as_bytes(x) for name, x in jax.device_get(rows).items()}
-  return Record(tokens, _digest(cache, config), rows)
+  jax.tree.map(read, described, cache)
+  rows = jax.device_get(rows)
+  for leaf in jax.tree.leaves(described):
+    if _is_global(leaf):
+      rows[_name(leaf)] = rows[_name(leaf)][: leaf.component.rows_at(tokens)]
+  return Record(tokens, _origin(cache, config), {n: _as_bytes(x) for n, x in rows.items()})
 
 
-def put(cache: Cache, config: ModelConfig, slot: int, record: Record) -> Cache:
+def put(cache: Cache, config: Config, slot: int, record: Record) -> Cache:
   """The cache with the state of a record in an empty slot that has blocks for its tokens.
 
   Uses up the cache that it is given, unless it refuses.
 
   Raises:
-    CacheError: a record of another layout or with other rows than it says, too few blocks.
+    CacheError: no such slot, one that is not empty or shares its blocks, too few blocks; a record
+      of another config or with other rows than it says; a cache of another config or used up.
   """
-  if record.layout != _digest(cache, config):
-    raise CacheError("record: is of another model, schedule, precision or block size")
-  room = int(cache.pages.room_B[slot])
-  if room < record.tokens:
-    raise CacheError(f"record: has {record.tokens} tokens; slot {slot} has blocks for {room}")
+  if not isinstance(record, Record):
+    raise TypeError(f"record: is a {type(record).__name__}; must be a Record (Record.from_bytes)")
+  described = _described(cache, config, slot)
+  if record.origin != _origin(cache, config):
+    raise CacheError("record: is of another model, schedule, precision, numerics or block size")
+  _check_empty(cache, slot, record.tokens)
 
   def rows_of(leaf: Leaf, array: jax.Array) -> np.ndarray | None:
     """What the slot shall hold of an array; None: what it does."""
@@ -112,19 +149,25 @@ def put(cache: Cache, config: ModelConfig, slot: int, record: Record) -> Cache:
     if not _is_kept(leaf):
       return None
     axis, at = _place(leaf, cache, slot, record.tokens)
-    shape = jax.eval_shape(lambda x: x.take(at, axis), array).shape
-    rows = record.rows.get(_name(leaf))
-    size = array.dtype.itemsize
-    if rows is None or rows.shape != (*shape[:-1], shape[-1] * size) or rows.dtype != np.uint8:
+    *front, width = jax.eval_shape(lambda x: x.take(at, axis), array).shape
+    if _is_global(leaf):
+      front[0] = leaf.component.rows_at(record.tokens)
+    want, rows = (*front, width * array.dtype.itemsize), record.rows.get(_name(leaf))
+    if rows is None or rows.shape != want or rows.dtype != np.uint8:
       found = "none" if rows is None else f"{rows.dtype} {list(rows.shape)}"
-      raise CacheError(f"record: {_name(leaf)} has {found}; must be bytes of {list(shape)}")
-    return np.ascontiguousarray(rows).view(array.dtype)
+      raise CacheError(f"record: {_name(leaf)} has {found}; must be uint8 {list(want)}")
+    rows = np.ascontiguousarray(rows).view(array.dtype)
+    if _is_global(leaf):  # as many as places, of which the last ones are outside
+      rows = np.concatenate([rows, np.zeros((len(at) - len(rows), *rows.shape[1:]), rows.dtype)])
+    return rows
 
   arrays, tree = jax.tree.flatten(cache)
-  described = jax.tree.leaves(leaves(cache, config))
   # All of it is checked before anything is written.
-  new = [rows_of(leaf, array) for leaf, array in zip(described, arrays, strict=True)]
-  places = [_place(leaf, cache, slot, record.tokens) for leaf in described]
+  flat = jax.tree.leaves(described)
+  if extra := record.rows.keys() - {_name(leaf) for leaf in flat}:
+    raise CacheError(f"record: has '{min(extra)}', which is no part of this model's state")
+  new = [rows_of(leaf, array) for leaf, array in zip(flat, arrays, strict=True)]
+  places = [_place(leaf, cache, slot, record.tokens) for leaf in flat]
   return tree.unflatten(
     [
       array if rows is None else _write(array, at, rows, axis)
@@ -135,11 +178,39 @@ def put(cache: Cache, config: ModelConfig, slot: int, record: Record) -> Cache:
 
 @functools.partial(jax.jit, static_argnames="axis", donate_argnums=0)
 def _write(array: jax.Array, at: jax.Array | int, rows: np.ndarray, axis: int) -> jax.Array:
-  return array.at[(slice(None),) * axis + (at,)].set(rows)
+  return array.at[(slice(None),) * axis + (at,)].set(rows, mode="drop")
+
+
+def _described(cache: Cache, config: Config, slot: int) -> Cache:
+  """The leaves of a cache, after a look at the arguments."""
+  if not isinstance(config, Config):
+    raise TypeError(f"config: is a {type(config).__name__}; must be the whole Config")
+  if any(x.is_deleted() for x in jax.tree.leaves(cache)):
+    raise CacheError("cache: was used up by a call that returned a new one")
+  described = leaves(cache, config.model)
+  whole("slot", slot, 0, len(cache.length_B) - 1, error=CacheError)
+  return described
+
+
+def _check_empty(cache: Cache, slot: int, tokens: int) -> None:
+  """Refuses a slot that has tokens, or cannot have so many."""
+  if length := int(cache.length_B[slot]):
+    raise CacheError(f"slot {slot}: has {length} tokens; must be empty (blocks.clear)")
+  room = int(cache.pages.room_B[slot])
+  if room < tokens:
+    raise CacheError(f"record: has {tokens} tokens; slot {slot} has blocks for {room}")
+  table = np.asarray(cache.pages.table_BxJ)
+  shared = np.intersect1d(table[slot][table[slot] >= 0], np.delete(table, slot, 0))
+  if len(shared):
+    raise CacheError(f"slot {slot}: shares block {shared[0]} with another sequence")
 
 
 def _is_kept(leaf: Leaf) -> bool:
   return leaf.component.lifetime in ("global", "bounded")
+
+
+def _is_global(leaf: Leaf) -> bool:
+  return leaf.component.lifetime == "global"
 
 
 def _name(leaf: Leaf) -> str:
@@ -147,14 +218,24 @@ def _name(leaf: Leaf) -> str:
   return f"{leaf.component.name}/{first}{leaf.part.name}"
 
 
-def _place(leaf: Leaf, cache: Cache, slot: int, tokens: int) -> tuple[int, jax.Array | int]:
-  """Where a sequence is in an array: along this axis at its rows of the pool, or at its slot."""
+def _place(
+  leaf: Leaf, cache: Cache, slot: int, tokens: int
+) -> tuple[int, Int[np.ndarray, " N"] | int]:
+  """Where a sequence is in an array: along this axis at its rows of the pool, or at its slot.
+
+  Rows are filled up, by an eighth (or seven rows) at most, with places outside of the pool: a
+  program for each count of rows would be compiled otherwise.
+  """
   component = leaf.component
   if component.lifetime != "global":
     return component.axes.index("batch"), slot
   block = int(cache.pages.tokens * component.rows_per_token)
   pages = Paged(Stored.plain(jnp.zeros((0, 0))), cache.pages.table_BxJ[slot, None], block)
-  return 0, pages.locate(jnp.arange(component.rows_at(tokens))[None])[0]
+  count = component.rows_at(tokens)
+  step = 1 << max(3, count.bit_length() - 4)
+  ids = np.arange(-(-count // step) * step)
+  at = np.asarray(pages.locate(np.where(ids < count, ids, NOWHERE)[None])[0])
+  return 0, np.where(at == NOWHERE, cache.pages.blocks * block, at)
 
 
 def _as_bytes(x: np.ndarray) -> np.ndarray:
@@ -162,10 +243,10 @@ def _as_bytes(x: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache
-def _described(config: ModelConfig, precision: layout_lib.Precision, block_tokens: int) -> str:
-  described = layout_lib.layout(config, precision, block_tokens=block_tokens)
-  return hashlib.sha256(repr(described).encode()).hexdigest()
+def _origin_of(config: Config, precision: layout_lib.Precision, block_tokens: int) -> str:
+  described = layout_lib.layout(config.model, precision, block_tokens=block_tokens)
+  return hashlib.sha256(repr((described, config.model, config.train.numerics)).encode()).hexdigest()
 
 
-def _digest(cache: Cache, config: ModelConfig) -> str:
-  return _described(config, cache.precision, cache.pages.tokens)
+def _origin(cache: Cache, config: Config) -> str:
+  return _origin_of(config, cache.precision, cache.pages.tokens)

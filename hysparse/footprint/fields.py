@@ -16,15 +16,6 @@ _ALIASES = {
 }
 
 
-def whole(name: str, value: object) -> None:
-  """
-  Raises:
-    ConfigError: an argument that is no whole number from 1 up.
-  """
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise config_lib.ConfigError(f"{name}: is {value!r}; must be a whole number from 1 up")
-
-
 class Fields:
   """The object that describes a language model, inside or at the top of a config.json.
 

@@ -8,12 +8,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from hysparse_kernels.arguments import whole
+
 from hysparse import config as config_lib
 from hysparse import config_file, json_text, published, published_fields, workdir
 from hysparse.cache import layout as layout_lib
 from hysparse.footprint import families, latent_families
 from hysparse.footprint.entry_formats import FORMATS, OF_DTYPE, PLAIN
-from hysparse.footprint.fields import Fields, whole
+from hysparse.footprint.fields import Fields
 from hysparse.footprint.kept import Kept, kept
 
 Precision = str | Mapping[str, str] | layout_lib.Precision | None
@@ -45,7 +47,7 @@ def read(
       page that does not fit.
   """
   if page is not None:
-    whole("page", page)
+    whole("page", page, error=config_lib.ConfigError)
   if isinstance(source, Kept):
     return _again(source, precision, page)
   if isinstance(source, config_lib.Config):

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from hysparse_kernels.arguments import whole
 
 from hysparse.cache import layout
 from hysparse.cache.allocate import allocate
@@ -108,11 +109,17 @@ class Engine:
         without draft layers or longer than its window.
     """
     for name, value in (("slots", slots), ("segment", segment), ("chunk", chunk)):
-      if type(value) is not int or value < 1:
-        raise ValueError(f"{name}: is {value!r}; must be an integer, at least 1")
+      whole(name, value)
     for name, value in (("max_tokens", max_tokens), ("pool_tokens", pool_tokens)):
-      if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"{name}: is {value!r}; must be an integer, at least 1")
+      if value is not None:
+        whole(name, value)
+    if placement is not None and not isinstance(placement, Placement):
+      raise TypeError(f"placement: is a {type(placement).__name__}; must be a hysparse.Placement")
+    if placement is not None and slots % placement.parts("batch"):
+      raise CacheError(
+        f"slots: is {slots}; must be a multiple of the {placement.parts('batch')} devices that"
+        " share them"
+      )
     if prefill not in ("all_layers", "replay"):
       raise ValueError(f"prefill: is {prefill!r}; must be 'all_layers' or 'replay'")
     if not 0 <= min_acceptance <= 1:
@@ -128,8 +135,6 @@ class Engine:
         f"speculate: a block of {model.draft_block} drafts and the token before it reach further"
         f" than the cache can take back ({layout.kept_tokens(model)} tokens)"
       )
-    self.graphdef, state = unstack(graphdef, state)
-    self.state = state if placement is None else placement.place(state)
     self.config, self._speculate, self._min_acceptance = config, speculate, min_acceptance
     self._prefill, self._segment = prefill, segment
     self._chunk = max(chunk, model.window) if prefill == "replay" else chunk
@@ -142,6 +147,8 @@ class Engine:
       pool_tokens=pool_tokens, block_tokens=block_tokens, placement=placement,
     )  # fmt: skip
     self._cache = self._allocate()
+    self.graphdef, state = unstack(graphdef, state)  # after all that may be refused
+    self.state = state if placement is None else placement.place(state)
     # What a call returns goes back to its place: compiled functions depend on where arrays live.
     self._places = None
     if placement is not None:

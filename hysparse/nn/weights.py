@@ -1,7 +1,7 @@
 """Reads a weight leaf: a plain array, codes and scales as a checkpoint has them, or a host table.
 
-A plain matrix is [inputs, outputs]; `Quantised` keeps the checkpoint's [outputs, inputs]. Modules
-never ask which of the two they hold: they call these functions.
+A plain matrix is [inputs, outputs]; `Quantised` keeps the checkpoint's [outputs, inputs]. Experts
+may be `Separate`. Modules never ask which they hold: they call these functions.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from hysparse_kernels.formats import Quantised
+from hysparse_kernels.moe import Separate
 from jaxtyping import Array, Float, Int
 
 from hysparse.nn.host_table import HostTable
@@ -32,10 +33,10 @@ def grouped_matmul(x: Float[Array, "... G I"], weight: nnx.Param) -> Float[Array
   return jnp.einsum("...gi,gio->...go", x, value.astype(x.dtype))
 
 
-def expert_matrices(weight: nnx.Param, dtype: jnp.dtype) -> jax.Array | Quantised:
-  """All experts' matrices for the `moe` operation, which dequantises those that it uses."""
+def expert_matrices(weight: nnx.Param, dtype: jnp.dtype) -> jax.Array | Quantised | Separate:
+  """All experts' matrices for the `moe` operation, which decodes or casts those that it uses."""
   value = weight.get_value()
-  return value if isinstance(value, Quantised) else value.astype(dtype)
+  return value if isinstance(value, Quantised | Separate) else value.astype(dtype)
 
 
 def look_up(table: nnx.Param, rows: Int[Array, "..."], dtype: jnp.dtype) -> Float[Array, "... D"]:

@@ -1,4 +1,8 @@
-"""All operations with their specs and backends: what tests, tuning and compile checks run over."""
+"""The operations that have kernels, with their specs and backends.
+
+Tests, tuning, benchmarks and compile checks run over them. `engram`, `dense_attention` and
+`indexer.score_rows` are not here: plain array operations are all that they have.
+"""
 
 from __future__ import annotations
 

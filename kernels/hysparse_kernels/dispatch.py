@@ -77,11 +77,12 @@ def select(op: str, backend: str, table: Mapping[str, Callable]) -> Callable:
       needs = [f"; '{name}' needs {', '.join(packages)}" for name, packages in missing.items()]
       _say_once(op, platform, "".join(needs))
     return table[chosen]
-  if backend not in table:
-    raise BackendError(f"{op}: no backend '{backend}'; it has auto, {', '.join(table)}")
+  if not isinstance(backend, str) or backend not in table:
+    raise BackendError(f"{op}: no backend {backend!r}; it has auto, {', '.join(table)}")
   if RUNS_ON.get(backend, platform) != platform:
     raise BackendError(
-      f"{op}: backend '{backend}' runs on {RUNS_ON[backend]}, the platform is {platform}"
+      f"{op}: backend '{backend}' runs on {RUNS_ON[backend]}, the platform is {platform}; here run"
+      f" auto, {', '.join(['reference', *here(table)])}"
     )
   return table[backend]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hysparse_kernels import arguments
 from hysparse_kernels.formats import Stored
 
 NOWHERE = -1  # a block that a sequence does not have, an entry that is in none
@@ -36,6 +37,24 @@ class Paged:
     return cls(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows_BxT), None,
                rows_BxT.shape[1])  # fmt: skip
 
+  def check(self, sequences: int) -> None:
+    """
+    Raises:
+      ValueError: a pool that does not have whole blocks, or no table for so many sequences.
+    """
+    arguments.whole("block", self.block)
+    rows = self.rows.shape[0]
+    if rows % self.block:
+      raise ValueError(f"pool: has {rows} rows; must be whole blocks of {self.block} entries")
+    if self.table_BxJ is None:
+      if rows != sequences * self.block:
+        raise ValueError(f"pool: has {rows} rows; without a table must be {sequences} blocks")
+      return
+    shape = self.table_BxJ.shape
+    if len(shape) != 2 or shape[0] != sequences or not shape[1]:
+      raise ValueError(f"table_BxJ: has shape {list(shape)}; must be [{sequences}, J]")
+    arguments.integers(table_BxJ=self.table_BxJ)
+
   @property
   def entries(self) -> int:
     """T: entries of a sequence that there is room for."""
@@ -43,13 +62,14 @@ class Paged:
 
   def locate(self, ids: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
     """Pool rows of entries of each sequence; -1 for id -1 and for what has no block."""
-    flat_BxN = ids.reshape(ids.shape[0], -1)
+    flat_BxN = ids.reshape(ids.shape[0], -1).astype(jnp.int32)
     at_BxN = flat_BxN // self.block
     if self.table_BxJ is None:
       block_BxN = jnp.arange(flat_BxN.shape[0], dtype=jnp.int32)[:, None]
     else:
       last = self.table_BxJ.shape[1] - 1
-      block_BxN = jnp.take_along_axis(self.table_BxJ, jnp.clip(at_BxN, 0, last), axis=1)
+      table_BxJ = self.table_BxJ.astype(jnp.int32)
+      block_BxN = jnp.take_along_axis(table_BxJ, jnp.clip(at_BxN, 0, last), axis=1)
     there_BxN = (flat_BxN >= 0) & (flat_BxN < self.entries) & (block_BxN >= 0)
     rows_BxN = jnp.where(there_BxN, block_BxN * self.block + flat_BxN % self.block, NOWHERE)
     return rows_BxN.reshape(ids.shape)

@@ -21,36 +21,45 @@ class Winner:
 
   Attributes:
     row: the row as it is in the table.
-    seconds: medians, summed over the specs that meet the row, by candidate; None: cannot run.
+    seconds: by candidate the median, summed over the specs that meet the row, or why it cannot run.
   """
 
   op: str
   backend: str
   row: Mapping[str, Any]
   specs: tuple[str, ...]
-  seconds: tuple[tuple[Mapping[str, int], float | None], ...]
+  seconds: tuple[tuple[Mapping[str, int], float | str], ...]
 
   @property
   def sizes(self) -> Mapping[str, int] | None:
     """Of the fastest candidate; None if none can run."""
-    ran = [pair for pair in self.seconds if pair[1] is not None]
+    ran = [pair for pair in self.seconds if not isinstance(pair[1], str)]
     return min(ran, key=lambda pair: pair[1])[0] if ran else None
 
   def __str__(self) -> str:
     lines = [f"{self.op} {self.backend} upto {self.row.get('upto', {})}: {', '.join(self.specs)}"]
     for sizes, seconds in self.seconds:
-      time_ms = "cannot run" if seconds is None else f"{1e3 * seconds:10.3f} ms"
-      lines.append(f"  {time_ms} {'*' if sizes == self.sizes else ' '} {json.dumps(sizes)}")
+      if isinstance(seconds, str):
+        lines.append(f"     cannot run   {json.dumps(sizes)}: {seconds}")
+      else:
+        best = "*" if sizes == self.sizes else " "
+        lines.append(f"  {1e3 * seconds:10.3f} ms {best} {json.dumps(sizes)}")
     return "\n".join(lines)
 
   def write(self) -> None:
-    """Puts a row for this kind of device in front of the one that the calls met."""
+    """Puts a row for this kind of device in front of the one that the calls met.
+
+    A table that cannot be written to its end stays as it was.
+    """
     table = tuning.table(self.op)
     rows, kind = table[self.backend]["rows"], compat.device_kind().lower()
     row = {**self.row, "device": kind, "sizes": dict(self.sizes)}
     at = rows.index(self.row)
     rows[at : at + (self.row["device"] == kind)] = [row]
-    tuning.path(self.op).write_text(_text(table), encoding="utf-8")
+    path = tuning.path(self.op)
+    temporary = path.with_suffix(".json.new")
+    temporary.write_text(_text(table), encoding="utf-8")
+    temporary.replace(path)
 
 
 def _text(table: Mapping[str, Mapping[str, Any]]) -> str:
@@ -82,36 +91,41 @@ def tune(op: str, backend: str, rounds: int = 5) -> Iterator[Winner]:
     raise LookupError(f"{op}: has no tuning table for backend '{backend}'")
   operation = OPERATIONS[op]
   dispatch.select(op, backend, operation.backends)
-  met: dict[int, list] = {}
+  rows, met = (
+    list(tuning.table(op)[backend]["rows"]),
+    {},
+  )  # the table changes as winners are written
   for spec in (spec for spec in operation.released if spec.name in operation.timed):
     arrays, rest = separated(spec.shapes())
     with tuning.recorded() as asked:
       jax.eval_shape(lambda a, rest=rest: operation.call(a | rest, backend), arrays)
     for row in [row for name, row in asked if name == (op, backend)][:1]:
-      met.setdefault(tuning.table(op)[backend]["rows"].index(row), []).append(spec)
+      met.setdefault(rows.index(row), []).append(spec)
   for index, specs in sorted(met.items()):
-    row = tuning.table(op)[backend]["rows"][index]
+    row = rows[index]
     candidates = [row["sizes"], *tuning.table(op)[backend]["candidates"]]
     candidates = [c for i, c in enumerate(candidates) if c not in candidates[:i]]
-    totals = [0.0 if c else None for c in candidates]
-    for spec in specs:
-      for i, seconds in enumerate(_seconds(op, backend, spec, candidates, rounds)):
-        totals[i] = None if seconds is None or totals[i] is None else totals[i] + seconds
+    by_spec = [_seconds(op, backend, spec, candidates, rounds) for spec in specs]
+    totals = []
+    for measured in zip(*by_spec, strict=True):
+      reasons = [x for x in measured if isinstance(x, str)]
+      totals.append(reasons[0] if reasons else sum(measured))
     names = tuple(spec.name for spec in specs)
     yield Winner(op, backend, row, names, tuple(zip(candidates, totals, strict=True)))
 
 
-def _seconds(op: str, backend: str, spec, candidates: list, rounds: int) -> list[float | None]:
-  """Median seconds of each candidate in alternating rounds."""
+def _seconds(op: str, backend: str, spec, candidates: list, rounds: int) -> list[float | str]:
+  """Median seconds of each candidate in alternating rounds, or why it cannot run."""
   arrays, rest = separated(spec.arguments())
-  operation, calls = OPERATIONS[op], []
+  operation, calls, reasons = OPERATIONS[op], [], {}
   for sizes in candidates:
     call = jax.jit(lambda a: operation.call(a | rest, backend))
     try:
       with tuning.using(op, backend, sizes):
         jax.block_until_ready(call(arrays))
       calls.append(call)
-    except Exception:  # a compiler's or a driver's, of any kind
+    except Exception as error:  # a compiler's or a driver's, of any kind
+      reasons[len(calls)] = f"{type(error).__name__}: {error}".splitlines()[0]
       calls.append(None)
   seconds: list[list[float]] = [[] for _ in calls]
   for _ in range(rounds):
@@ -120,4 +134,4 @@ def _seconds(op: str, backend: str, spec, candidates: list, rounds: int) -> list
         start = time.perf_counter()
         jax.block_until_ready(call(arrays))
         times.append(time.perf_counter() - start)
-  return [statistics.median(times) if times else None for times in seconds]
+  return [reasons[i] if i in reasons else statistics.median(t) for i, t in enumerate(seconds)]

@@ -10,9 +10,13 @@ import serving
 import small
 from compiling import compilations
 from flax import nnx
+from jax.sharding import Mesh
 
+from hysparse.cache.allocate import allocate
+from hysparse.cache.blocks import BlockPool
 from hysparse.cache.state import CacheError
 from hysparse.inference.engine import Engine
+from hysparse.sharding import DEVICES as DEVICES_AXIS
 from hysparse.sharding import Placement
 
 DEVICES = 4
@@ -22,6 +26,34 @@ SIZES = serving.SIZES | {"slots": DEVICES}
 def shares(x: jax.Array) -> list[int]:
   """Rows of each device's part of an array, along the axis it is cut."""
   return [shard.data.size * DEVICES - x.size for shard in x.addressable_shards]
+
+
+def check_refusals() -> None:
+  """What cannot be spread is refused before anything is moved."""
+  whole = Placement.over()
+  for wrong, error in (
+    ({"mesh": None}, "placement.mesh: is a NoneType; must be a jax Mesh"),
+    ({"rules": "batch"}, "placement.rules: is a str; must be a mapping"),
+    ({"rules": {"batches": DEVICES_AXIS}}, "no array has an axis 'batches'; must be one of"),
+    (
+      {"mesh": Mesh(np.asarray(jax.devices()).reshape(2, 2), (DEVICES_AXIS,) * 2)},
+      "every axis must have a name of its own",
+    ),
+  ):
+    with pytest.raises((TypeError, ValueError), match=error):
+      dataclasses.replace(whole, **wrong)
+  rows = dataclasses.replace(whole, rules={"rows": DEVICES_AXIS})
+  with pytest.raises(CacheError, match=r"placement: axis 'rows' of .*must be a multiple of the 4"):
+    allocate(serving.CFG, DEVICES, 40, placement=rows)
+  with pytest.raises(CacheError, match="batch: is 3; must be a multiple of the 4 devices"):
+    allocate(serving.CFG, 3, 40, placement=whole)
+  for wrong in (whole.mesh, "devices"):
+    with pytest.raises(TypeError, match=r"placement: is a .*; must be a hysparse.Placement"):
+      allocate(serving.CFG, DEVICES, 40, placement=wrong)
+
+  cache = allocate(serving.CFG, DEVICES, 40, pool_tokens=200, placement=whole)
+  installed = BlockPool(cache).install(cache)
+  assert installed.pages.table_BxJ.sharding == cache.pages.table_BxJ.sharding
 
 
 def main() -> None:
@@ -43,14 +75,22 @@ def main() -> None:
     assert serving.served(spread, asked) == first
   assert not programs, programs
 
-  with pytest.raises(CacheError, match="batch: is 3; must be a multiple of the 4 devices"):
+  with pytest.raises(CacheError, match="slots: is 3; must be a multiple of the 4 devices"):
     Engine(graphdef, state, serving.CFG, **(SIZES | {"slots": 3}), placement=Placement.over())
-  with pytest.raises(ValueError, match=r"devices: is 5; must be in 1\.\.4"):
-    Placement.over(5)
+  for wrong in (5, 0, True, 2.0, "2"):
+    with pytest.raises(ValueError, match=r"devices: is .*; must be a whole number in 1\.\.4"):
+      Placement.over(wrong)
   with pytest.raises(ValueError, match="of one array go to the mesh axes"):
     Placement.over().of("batch", "pool")
   with pytest.raises(ValueError, match="goes to mesh axis 'model'"):
     dataclasses.replace(Placement.over(), rules={"batch": "model"})
+
+  check_refusals()
+
+  # Whoever makes the mesh with jax's own function gets the same tokens.
+  mesh = jax.make_mesh((DEVICES,), (DEVICES_AXIS,))
+  made = Engine(graphdef, state, serving.CFG, **SIZES, placement=Placement(mesh))
+  assert serving.served(made, asked) == first
 
   # The rows of a table are found where they are: the table itself never travels.
   placement = Placement.over()

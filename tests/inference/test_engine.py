@@ -253,7 +253,7 @@ LONG_BLOCK = dataclasses.replace(CFG, model=dataclasses.replace(CFG.model, draft
 @pytest.mark.parametrize(
   "cfg, options, message",
   [
-    (CFG, {"slots": 0}, "slots: is 0; must be an integer, at least 1"),
+    (CFG, {"slots": 0}, "slots: is 0; must be a whole number from 1 up"),
     (CFG, {"segment": 0}, "segment: is 0"),
     (CFG, {"chunk": -1}, "chunk: is -1"),
     (CFG, {"max_tokens": 0}, "max_tokens: is 0"),

@@ -385,3 +385,16 @@ def test_dead_tokens_get_nothing_and_pass_gradients_through(backend):
   np.testing.assert_array_equal(dx[dead], ones[dead])
   np.testing.assert_array_equal(dkey[dead], 0)
   np.testing.assert_array_equal(dvalue[dead], 0)
+
+
+@both
+def test_what_a_dead_token_would_add_may_be_no_number(backend):
+  arguments = next(s for s in SPECS if s.name == "odd_sizes_and_dead_tokens").arguments()
+  dead, ones = arguments["dead_N"], jnp.ones_like(arguments["x_NxMxD"])
+  broken = arguments | {"value_NxD": jnp.where(dead[:, None], jnp.nan, arguments["value_NxD"])}
+  for got, want in zip(
+    (jitted_gate(**broken, backend=backend), *gradients(broken, ones, backend)),
+    (jitted_gate(**arguments, backend=backend), *gradients(arguments, ones, backend)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(got, want)

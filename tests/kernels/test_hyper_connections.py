@@ -208,12 +208,14 @@ def test_the_compiled_program_does_not_grow_with_the_iterations():
 def test_bad_parameters_are_refused_by_name():
   arrays, static = split(SPECS[0])
   arguments = arrays | static
-  with pytest.raises(ValueError, match=r"base_Q: has shape \(23,\); must be \(24,\) for 4 streams"):
+  with pytest.raises(ValueError, match=r"base_Q: has shape \[23\]; must be \[24\]"):
     coefficients(**(arguments | {"base_Q": arguments["base_Q"][:-1]}))
-  with pytest.raises(ValueError, match=r"fn_QxP: has shape \(64, 24\); must be \(24, 64\)"):
-    coefficients(**(arguments | {"fn_QxP": arguments["fn_QxP"].T}))
-  with pytest.raises(ValueError, match="iters: is 0; must be at least 1"):
-    coefficients(**(arguments | {"iters": 0}))
+  other = {"fn_QxP": arguments["fn_QxP"][:23], "base_Q": arguments["base_Q"][:23]}
+  with pytest.raises(ValueError, match=r"fn_QxP: has shape \[23, 64\]; must be \[24, 64\] for 4"):
+    coefficients(**(arguments | other))
+  for iters in (0, 2.5, True):
+    with pytest.raises(ValueError, match=r"iters: is .*; must be a whole number from 1 up"):
+      coefficients(**(arguments | {"iters": iters}))
 
 
 # --- Fold and update ---------------------------------------------------------------------------

@@ -114,6 +114,19 @@ def test_a_pool_restricts_to_whole_blocks_and_pads_when_small(backend, blocks):
   np.testing.assert_array_equal(rows, want)
 
 
+def test_a_selection_inside_a_small_pool_may_publish_one():
+  """Of all entries that are visible, though the selection's own keys alone could be gathered."""
+  spec = Spec("published", queries=6, before=1200, top_k=12, pool_blocks=4)
+  arguments = spec.arguments()
+  pool = select(**arguments, backend="reference").pool
+  for name in ("rows_BxSxK", "pool"):
+    got, want = (
+      getattr(select(**arguments, within=pool, backend=backend), name)
+      for backend in ("xla", "reference")
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_gathering_the_pool_and_masking_it_agree():
   """The static rule picks by size; both paths must give the same entries."""
   wide = Spec("wide", queries=6, before=1200, top_k=12, pool_blocks=20, ties=True)

@@ -10,6 +10,7 @@ from formats_oracle import oracle_dequantise, oracle_quantise
 from hysparse_kernels import tuning
 from hysparse_kernels.formats import Quantised, quantise
 from hysparse_kernels.moe import (
+  Separate,
   expert_load,
   moe,
   sequence_balance_loss,
@@ -236,6 +237,43 @@ def test_quantised_experts_refuse_gradients():
     jax.grad(lambda x: moe(x, **arguments, backend="xla").sum())(x)
 
 
+def separated(arguments):
+  """The arguments with an array for each expert."""
+  return arguments | {name: Separate.of(arguments[name]) for name in WEIGHTS}
+
+
+@every
+@pytest.mark.parametrize(
+  "name", ["even", "one_token", "fewer_than_a", "several_blocks", "bfloat16"]
+)
+def test_separate_experts_equal_stacked_ones(name, backend):
+  arguments = spec_named(name).arguments()
+  limit = arguments.pop("limit")
+  for options in ({}, {"released_rounding": True})[: 1 + (name == "bfloat16")]:
+    call = compiled(backend, limit, **options)
+    want, got = call(**arguments), call(**separated(arguments))
+    # Blocks of other sizes: products of one row and of several add in other orders.
+    tolerance = TOLERANCE if arguments["x_NxD"].dtype == jnp.float32 else BFLOAT16_TOLERANCE
+    assert_close(got, want, tolerance)
+    assert np.abs(want).max() > 0.1
+
+
+def test_separate_experts_of_another_dtype_are_cast_where_they_are_used():
+  arguments = spec_named("bfloat16").arguments()
+  limit = arguments.pop("limit")
+  wide = separated({name: x.astype(jnp.float32) for name, x in arguments.items()})
+  mixed = arguments | {name: wide[name] for name in WEIGHTS}
+  call = compiled("xla", limit)
+  np.testing.assert_array_equal(call(**mixed), call(**separated(arguments)))
+
+
+def test_separate_experts_refuse_gradients():
+  arguments = separated(spec_named("even").arguments())
+  x = arguments.pop("x_NxD")
+  with pytest.raises(ValueError, match="moe: separate experts have no gradient"):
+    jax.grad(lambda x: moe(x, **arguments, backend="xla").sum())(x)
+
+
 def released_in_float64(arguments, leave_out=None):
   """The steps of the released code, rounded by NumPy; one kind of rounding may be left out."""
 
@@ -327,9 +365,10 @@ def test_swiglu_clamps_the_gate_above_only_and_up_on_both_sides():
   np.testing.assert_allclose(swiglu(gate, jnp.full(5, 9.0), 0.0)[-1], 450, rtol=1e-6)
 
 
-def test_a_negative_limit_is_refused():
-  arguments = spec_named("one_token").arguments() | {"limit": -1.0}
-  with pytest.raises(ValueError, match=r"limit: is -1\.0; must be 0"):
+@pytest.mark.parametrize("limit", [-1.0, np.nan, None, "7"])
+def test_limits_that_are_none_are_refused(limit):
+  arguments = spec_named("one_token").arguments() | {"limit": limit}
+  with pytest.raises(ValueError, match=r"limit: is .*; must be a finite number from 0 up"):
     moe(**arguments)
 
 

@@ -151,5 +151,5 @@ def test_bad_router_options_are_refused_by_name():
   x, w, bias = router_arguments()
   with pytest.raises(ValueError, match="score_func: is 'relu'; must be one of sqrtsoftplus, sig"):
     route(x, w, bias, **(OPTIONS | {"score_func": "relu"}))
-  with pytest.raises(ValueError, match=r"top_k: is 10; must be in 1\.\.9"):
+  with pytest.raises(ValueError, match=r"top_k: is 10; must be a whole number in 1\.\.9"):
     route(x, w, bias, **(OPTIONS | {"top_k": 10}))

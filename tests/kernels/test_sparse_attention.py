@@ -142,6 +142,37 @@ def test_gradients_reach_queries_past_a_packed_window():
   assert np.asarray(got).any()
 
 
+@pytest.mark.parametrize("backend", ["reference", "xla"])
+def test_gradients_reach_queries_past_packed_entries(backend):
+  packed = Spec("packed_entries", queries=6, window=4, top_k=3, main_kv="fp4").arguments()
+  entries = packed["view"].entries
+  assert entries.format == "fp4"
+
+  def loss(q, entries):
+    view = dataclasses.replace(packed["view"], entries=entries)
+    call = packed | {"q_BxSxHxC": q, "view": view}
+    return (sparse_attention(**call, backend=backend).out_BxSxHxC ** 2).sum()
+
+  step = jax.jit(jax.grad(loss))
+  got, want = (step(packed["q_BxSxHxC"], e) for e in (entries, Stored.plain(entries.decode())))
+  np.testing.assert_allclose(got, want, atol=FORWARD_TOLERANCE)
+  assert np.asarray(got).any()
+
+
+@pytest.mark.parametrize("queries", [1, 6])
+def test_probabilities_are_rounded_for_the_keys_of_their_own_part(queries):
+  """A window and entries of two dtypes: every backend rounds as far as each part's keys are."""
+  arguments = Spec("two_dtypes", queries=queries, window=4, top_k=3).arguments()
+  view = arguments["view"]
+  narrow = Stored.plain(view.entries.decode().astype(jnp.bfloat16))
+  mixed = arguments | {"view": dataclasses.replace(view, entries=narrow)}
+  got, want = (attend(**mixed, backend=backend).out_BxSxHxC for backend in ("xla", "reference"))
+  np.testing.assert_allclose(got, want, atol=FORWARD_TOLERANCE)
+  wide = dataclasses.replace(view, entries=Stored.plain(narrow.decode()))
+  unrounded = attend(**(arguments | {"view": wide}), backend="reference").out_BxSxHxC
+  assert np.abs(want - unrounded).max() > 10 * FORWARD_TOLERANCE, "nothing was rounded"
+
+
 def test_the_reference_equals_float64_numpy():
   spec = Spec("oracle", batch=2, queries=30, heads=3, window=4, ratio=2, top_k=5, documents=2)
   arguments = spec.arguments()

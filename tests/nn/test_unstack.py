@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import small
 from flax import nnx
+from hysparse_kernels import compat
 from hysparse_kernels.formats import Quantised
+from hysparse_kernels.moe import Separate
 
 import hysparse
 from hysparse.cache.allocate import allocate
+from hysparse.nn import unstack as unstack_lib
 from hysparse.nn.batch import Batch
 from hysparse.nn.host_table import HostTable
 from hysparse.nn.unstack import unstack
@@ -92,6 +95,29 @@ def test_every_leaf_is_that_of_its_layer():
 def test_the_same_logits(schedule, calls):
   cfg = small.config(schedule, residual="plain", vocab_size=16)
   check_calls(cfg, *small.model(cfg), calls)
+
+
+@pytest.mark.parametrize("calls", [(), pytest.param((8, 8, 8), marks=pytest.mark.slow)])
+def test_large_experts_get_arrays_of_their_own(monkeypatch, calls):
+  cfg = small.config("swa full/2", residual="plain", vocab_size=16)
+  graphdef, state = small.model(cfg)
+
+  def kinds() -> set[type]:
+    flat = nnx.to_flat_state(unstack(graphdef, state)[1])
+    return {type(leaf.get_raw_value()) for path, leaf in flat if "experts" in path}
+
+  assert not kinds() & {Separate}, "small ones stay together"
+  monkeypatch.setattr(unstack_lib, "_LEAST_VALUES", 1)
+  assert kinds() == {Separate}
+  for path, leaf in nnx.to_flat_state(unstack(graphdef, state)[1]):
+    if "experts" in path:
+      stacked = dict(nnx.to_flat_state(state))[(*path[:2], *path[3:])].get_raw_value()
+      np.testing.assert_array_equal(leaf.get_raw_value().stacked(), stacked[path[2]])
+  check_calls(cfg, graphdef, state, calls)
+  monkeypatch.setattr(unstack_lib, "_MOST_BRANCHES", 1)
+  assert not kinds() & {Separate}, "many are too many branches"
+  with compat.target("gpu"):
+    assert not kinds() & {Separate}, "kernels want one array"
 
 
 def test_the_old_arrays_stay():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from hysparse_kernels import dispatch
+from hysparse_kernels import arguments, dispatch
 from hysparse_kernels.engram import reference, xla
 
 _GATE = {"reference": reference.gate, "xla": xla.gate}
@@ -34,9 +34,20 @@ def gate(
     eps: joins the mean squares of both norms.
     dead_N: tokens that get nothing (images and their delimiters).
 
+  Raises:
+    ValueError: shapes that do not fit each other, an eps that is no number from 0 up.
+    BackendError: a backend that is not there or cannot run here.
+
   Source: arXiv 2609.19969 and the released code.
   """
+  arguments.sizes(
+    x_NxMxD=x_NxMxD, key_NxMxD=key_NxMxD, value_NxD=value_NxD, q_weight_MxD=q_weight_MxD,
+    k_weight_MxD=k_weight_MxD, **({} if dead_N is None else {"dead_N": dead_N}),
+  )  # fmt: skip
+  eps = arguments.real("eps", eps, 0)
   if dead_N is None:
     dead_N = jnp.zeros(x_NxMxD.shape[0], bool)
+  # Nothing of a dead token's value comes through, were it no number.
+  value_NxD = jnp.where(dead_N[:, None], 0, value_NxD)
   run = dispatch.select("engram.gate", backend, _GATE)
   return run(x_NxMxD, key_NxMxD, value_NxD, q_weight_MxD, k_weight_MxD, dead_N, eps)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from hysparse_kernels import arguments
 from hysparse_kernels.engram.tables import HashConstants
 
 
@@ -45,8 +46,10 @@ def hash_rows(
   """
   lookback = len(constants.multipliers) - 1
   batch, length = ids_BxS.shape
-  if isinstance(pad_id, int) and pad_id < 0:
-    raise ValueError(f"pad_id: is {pad_id}; must be a compressed id, 0 or more")
+  if not isinstance(pad_id, jax.Array):
+    arguments.whole("pad_id", pad_id, 0)
+  arguments.integers(ids_BxS=ids_BxS, positions_BxS=positions_BxS)
+  ids_BxS, positions_BxS = ids_BxS.astype(jnp.int32), positions_BxS.astype(jnp.int32)
   if history_BxL is None:
     history_BxL = jnp.full((batch, lookback), -1, ids_BxS.dtype)
   if history_BxL.shape != (batch, lookback):

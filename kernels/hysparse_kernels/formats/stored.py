@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from hysparse_kernels.formats.packing import SplitHalf
@@ -63,13 +64,9 @@ class Stored:
     return dequantise_blocks(codes, self.parts["scales"], self.format, dtype)
 
   def with_gradient(self, gradient: Float[Array, "... C"]) -> Self:
-    """The cotangent of these rows, for a custom gradient.
-
-    Raises:
-      ValueError: packed rows.
-    """
+    """The cotangent of these rows, for a custom gradient; packed ones are constant."""
     if "values" not in self.parts:
-      raise ValueError(f"rows packed as {self.format} have no gradient")
+      return jax.tree.map(lambda part: np.zeros(part.shape, jax.dtypes.float0), self)
     return dataclasses.replace(self, parts={"values": gradient.astype(self.parts["values"].dtype)})
 
   @property

@@ -107,8 +107,8 @@ def _middles_below(size: jax.Array, scales: jax.Array, scale: str) -> jax.Array:
 
 def _parts(size: jax.Array) -> tuple[jax.Array, jax.Array]:
   """(exponent, significand): a value is significand * 2^(exponent - 150)."""
-  normal = size >= _ONE
-  return jnp.maximum(size >> 23, 1), size & _MANTISSA | jnp.where(normal, _ONE, 0)
+  implicit = jnp.where(size >= _ONE, jnp.int32(_ONE), jnp.int32(0))  # of normal numbers
+  return jnp.maximum(size >> 23, 1), size & _MANTISSA | implicit
 
 
 def _units(significand: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:

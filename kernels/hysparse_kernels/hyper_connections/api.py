@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-from hysparse_kernels import dispatch
+from hysparse_kernels import arguments, dispatch
 from hysparse_kernels.hyper_connections import pallas_tpu, reference, xla
 
 _BACKENDS = {"reference": reference, "xla": xla, "pallas_tpu": pallas_tpu}
@@ -60,11 +60,12 @@ def coefficients(
     norm_eps: joins the mean square of the P channels.
 
   Raises:
-    ValueError: parameters whose shapes do not fit the streams, or fewer than 1 iteration.
+    ValueError: parameters whose shapes do not fit the streams, fewer than 1 iteration, an eps that
+      is no number from 0 up.
 
   Source: arXiv 2609.19969, single-pass mHC.
   """
-  _check(x_NxMxD, fn_QxP, base_Q, scale_3, iters)
+  _check_mixing(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps)
   run = dispatch.select("hyper_connections.coefficients", backend, COEFFICIENTS)
   return Coefficients(*run(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps))
 
@@ -72,7 +73,12 @@ def coefficients(
 def fold(
   x_NxMxD: Float[Array, "N M D"], pre_NxM: Float[Array, "N M"], *, backend: str = "auto"
 ) -> Float[Array, "N D"]:
-  """What a sublayer reads: sum_m pre[m] x[m], summed in float32, in x's dtype."""
+  """What a sublayer reads: sum_m pre[m] x[m], summed in float32, in x's dtype.
+
+  Raises:
+    ValueError: shapes that do not fit each other.
+  """
+  arguments.sizes(x_NxMxD=x_NxMxD, pre_NxM=pre_NxM)
   return dispatch.select("hyper_connections.fold", backend, FOLD)(x_NxMxD, pre_NxM)
 
 
@@ -87,7 +93,11 @@ def update(
   """The streams after a sublayer: x'[j] = post[j] y + sum_i comb[i, j] x[i].
 
   The summed axis is comb's first. Computed in float32, in x's dtype.
+
+  Raises:
+    ValueError: shapes that do not fit each other.
   """
+  arguments.sizes(x_NxMxD=x_NxMxD, y_NxD=y_NxD, post_NxM=post_NxM, comb_NxMxM=comb_NxMxM)
   run = dispatch.select("hyper_connections.update", backend, UPDATE)
   return run(x_NxMxD, y_NxD, post_NxM, comb_NxMxM)
 
@@ -116,9 +126,12 @@ def advance(
     pre_NxM: the fold for the next sublayer. The other parameters are the next one's, too.
 
   Raises:
-    ValueError: as `coefficients` does.
+    ValueError: shapes that do not fit each other, numbers as in `coefficients`.
   """
-  _check(x_NxMxD, fn_QxP, base_Q, scale_3, iters)
+  _check_mixing(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps)
+  arguments.sizes(
+    x_NxMxD=x_NxMxD, y_NxD=y_NxD, post_NxM=post_NxM, comb_NxMxM=comb_NxMxM, pre_NxM=pre_NxM
+  )
   run = dispatch.select("hyper_connections.advance", backend, ADVANCE)
   x_NxMxD, u_NxD, mixed = run(
     x_NxMxD,
@@ -136,17 +149,15 @@ def advance(
   return Advanced(x_NxMxD, u_NxD, Coefficients(*mixed))
 
 
-def _check(x_NxMxD, fn_QxP, base_Q, scale_3, iters) -> None:
-  _, streams, width = x_NxMxD.shape
-  mixes = (2 + streams) * streams
-  for name, array, shape in (
-    ("fn_QxP", fn_QxP, (mixes, streams * width)),
-    ("base_Q", base_Q, (mixes,)),
-    ("scale_3", scale_3, (3,)),
-  ):
-    if array.shape != shape:
-      raise ValueError(
-        f"{name}: has shape {array.shape}; must be {shape} for {streams} streams of {width}"
-      )
-  if iters < 1:
-    raise ValueError(f"iters: is {iters}; must be at least 1")
+def _check_mixing(x_NxMxD, fn_QxP, base_Q, scale_3, iters, eps, norm_eps) -> None:
+  sizes = arguments.sizes(x_NxMxD=x_NxMxD, fn_QxP=fn_QxP, base_Q=base_Q, scale_3=scale_3)
+  M, D = sizes["M"], sizes["D"]
+  if (sizes["Q"], sizes["P"]) != ((2 + M) * M, M * D):
+    raise ValueError(
+      f"fn_QxP: has shape {list(fn_QxP.shape)}; must be [{(2 + M) * M}, {M * D}] for {M} streams"
+      f" of {D}"
+    )
+  arguments.floats(x_NxMxD=x_NxMxD)
+  arguments.whole("iters", iters)
+  arguments.real("eps", eps, 0)
+  arguments.real("norm_eps", norm_eps, 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hysparse_kernels import dispatch, triton_launch
+from hysparse_kernels import arguments, dispatch, triton_launch
 from hysparse_kernels.formats import Stored
 from hysparse_kernels.indexer import pallas_tpu, reference, xla
 from hysparse_kernels.indexer.pool import Pool
@@ -59,11 +60,34 @@ def select(
     block_size: entries in a block of the published pool.
     released_rounding: round scores to bfloat16 where the released code does (scores.py).
 
+  Raises:
+    ValueError: arrays whose shapes or dtypes do not fit each other, a number out of its range.
+    TypeError: keys or a pool that are none.
+    BackendError: a backend that is not there or cannot run here.
+
   Source: arXiv 2609.19969, section 2.3.
   """
   run = dispatch.select("indexer", backend, SELECT)
+  if not isinstance(keys, Paged):
+    raise TypeError(f"keys: is a {type(keys).__name__}; must be Paged")
+  keys, within = jax.tree.map(jnp.asarray, (keys, within))
+  arrays = {"q_BxSxIxD": q_BxSxIxD, "weights_BxSxI": weights_BxSxI, "keys_RxD": keys.rows}
+  spans = {"lo_BxS": lo_BxS, "hi_BxS": hi_BxS}
+  if within is not None:
+    if not isinstance(within, Pool):
+      raise TypeError(f"within: is a {type(within).__name__}; must be a Pool")
+    spans["within_BxSxN"] = within.blocks_BxSxN
+    arguments.whole("within.block_size", within.block_size)
+  keys.check(arguments.sizes(**arrays, **spans)["B"])
+  arguments.floats(q_BxSxIxD=q_BxSxIxD, weights_BxSxI=weights_BxSxI)
+  arguments.integers(**spans)
+  for name, value, low in (
+    ("top_k", top_k, 1), ("pool_blocks", pool_blocks, 0), ("block_size", block_size, 1)
+  ):  # fmt: skip
+    arguments.whole(name, value, low)
   inputs = jax.lax.stop_gradient((q_BxSxIxD, keys, weights_BxSxI))
-  options = (top_k, within, pool_blocks, block_size, released_rounding)
+  options = (int(top_k), within, int(pool_blocks), int(block_size), released_rounding)
+  lo_BxS, hi_BxS = lo_BxS.astype(jnp.int32), hi_BxS.astype(jnp.int32)
   return Selection(*run(*inputs, lo_BxS, hi_BxS, *options))
 
 
@@ -78,6 +102,17 @@ def score_rows(
   """Scores of given rows of `keys` [R, D], float32; what stands at -1 rows has no meaning.
 
   Differentiable in the queries, plain keys and the weights.
+
+  Raises:
+    ValueError: arrays whose shapes or dtypes do not fit each other.
+    BackendError: a backend that is not there or cannot run here.
   """
   run = dispatch.select("score_rows", backend, SCORE)
+  keys = jax.tree.map(jnp.asarray, keys)
+  arguments.sizes(
+    q_BxSxIxD=q_BxSxIxD, keys_RxD=keys, weights_BxSxI=weights_BxSxI, rows_BxSxK=rows_BxSxK
+  )
+  arguments.floats(q_BxSxIxD=q_BxSxIxD, weights_BxSxI=weights_BxSxI)
+  arguments.integers(rows_BxSxK=rows_BxSxK)
+  rows_BxSxK = rows_BxSxK.astype(jnp.int32)
   return run(q_BxSxIxD, keys, weights_BxSxI, rows_BxSxK)

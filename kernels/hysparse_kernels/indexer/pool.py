@@ -17,7 +17,7 @@ class Pool:
   """Blocks of `block_size` entries a query may select from.
 
   Attributes:
-    blocks_BxSxN: block numbers, ascending, -1 for none.
+    blocks_BxSxN: block numbers, ascending and different, -1 for none.
     block_size: entries in a block (static); block j holds entries j*size .. j*size + size - 1.
   """
 

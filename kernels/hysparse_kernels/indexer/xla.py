@@ -39,7 +39,7 @@ def select(
   pool_size = 0 if within is None else within.blocks_BxSxN.shape[-1] * within.block_size
   sizes = _sizes(S)
   # Queries that gather share no decoded keys: an entry costs more than one that all queries score.
-  gather = within is not None and sizes["pool_ratio"] * pool_size <= T
+  gather = within is not None and not pool_blocks and sizes["pool_ratio"] * pool_size <= T
   width = pool_size if gather else T
   size = max(1, min(S, sizes["queries"], sizes["scores"] // max(1, B * width)))
 

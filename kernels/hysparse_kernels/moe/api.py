@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hysparse_kernels import dispatch
+from hysparse_kernels import arguments, dispatch
 from hysparse_kernels.formats import Quantised
 from hysparse_kernels.moe import ragged, reference, xla
+from hysparse_kernels.moe.matrices import Separate
 
 BACKENDS = {"reference": reference.moe, "xla": xla.moe, "ragged_dot": ragged.moe}
 
@@ -15,9 +18,9 @@ def moe(
   x_NxD: Float[Array, "N D"],
   ids_NxA: Int[Array, "N A"],
   weights_NxA: Float[Array, "N A"],
-  w_gate: Float[Array, "E D F"] | Quantised,
-  w_up: Float[Array, "E D F"] | Quantised,
-  w_down: Float[Array, "E F D"] | Quantised,
+  w_gate: Float[Array, "E D F"] | Quantised | Separate,
+  w_up: Float[Array, "E D F"] | Quantised | Separate,
+  w_down: Float[Array, "E F D"] | Quantised | Separate,
   *,
   limit: float,
   released_rounding: bool = False,
@@ -34,8 +37,9 @@ def moe(
   and its weight are float32 and rounded to x's dtype for w_down, the sum over A is float32.
 
   Quantised weights are [E, outputs, inputs], the transpose of plain ones. Each expert is decoded
-  where it is used, into x's dtype; the whole is never. A call with them is for inference: the
-  backends made for speed refuse to be differentiated.
+  where it is used, into x's dtype; the whole is never. `Separate` ones are fast for few tokens on
+  the CPU. A call with either is for inference: the backends made for speed refuse to be
+  differentiated.
 
   Args:
     weights_NxA: float32 routing weights.
@@ -48,11 +52,25 @@ def moe(
       straight through.
 
   Raises:
-    ValueError: a negative limit; differentiation of a call with quantised weights.
+    ValueError: arrays whose shapes or dtypes do not fit each other, a limit that is no number from
+      0 up; differentiation of a call with quantised or separate weights.
 
   Source: arXiv 2609.19969 and the released code.
   """
-  if limit < 0:
-    raise ValueError(f"limit: is {limit}; must be 0 (no clamp) or positive")
   run = dispatch.select("moe", backend, BACKENDS)
+  arrays = {"x_NxD": x_NxD, "ids_NxA": ids_NxA, "weights_NxA": weights_NxA}
+  for (name, weights), axes in zip(
+    {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}.items(), ("EDF", "EDF", "EFD"), strict=True
+  ):
+    if isinstance(weights, Quantised):
+      axes = axes[0] + axes[:0:-1]
+    arrays[f"{name}_{'x'.join(axes)}"] = weights
+  arguments.sizes(**arrays)
+  arguments.floats(x_NxD=x_NxD, weights_NxA=weights_NxA)
+  arguments.integers(ids_NxA=ids_NxA)
+  x_NxD, weights_NxA, w_gate, w_up, w_down = jax.tree.map(
+    jnp.asarray, (x_NxD, weights_NxA, w_gate, w_up, w_down)
+  )
+  ids_NxA = jnp.asarray(ids_NxA, jnp.int32)
+  limit = arguments.real("limit", limit, 0)
   return run(x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down, limit, released_rounding)

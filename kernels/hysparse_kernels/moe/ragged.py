@@ -5,7 +5,8 @@ product, many times slower than the xla backend.) Choices that are no expert are
 groups, where the product gives zeros.
 
 Quantised weights go to the xla backend, which decodes one expert at a time: the grouped product
-would need all of them decoded, 9 GB for each matrix of a released layer.
+would need all of them decoded, 9 GB for each matrix of a released layer. So do separate ones, which
+are made for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hysparse_kernels.formats import Quantised
 from hysparse_kernels.moe import xla
 from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
-from hysparse_kernels.moe.matrices import Weights
+from hysparse_kernels.moe.matrices import Separate, Weights
 
 
 def moe(
@@ -34,7 +35,7 @@ def moe(
 ) -> jax.Array:
   matrices = (w_gate, w_up, w_down)
   E, (N, A) = w_gate.shape[0], ids_NxA.shape
-  if isinstance(w_gate, Quantised):
+  if any(isinstance(w, Quantised | Separate) for w in matrices):
     return xla.moe(x_NxD, ids_NxA, weights_NxA, *matrices, limit, released_rounding)
   rounding = xla.Rounding(x_NxD.dtype, released_rounding)
   used_NxA = (ids_NxA >= 0) & (ids_NxA < E)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hysparse_kernels import arguments
+
 
 class Routing(NamedTuple):
   """Experts of each token, best first; float32 weights, 0 where the id is -1 (no expert).
@@ -69,8 +71,7 @@ def route(
   experts = w_gate_ExD.shape[0]
   if score_func not in SCORE_FUNCTIONS:
     raise ValueError(f"score_func: is '{score_func}'; must be one of {', '.join(SCORE_FUNCTIONS)}")
-  if not 1 <= top_k <= experts:
-    raise ValueError(f"top_k: is {top_k}; must be in 1..{experts}, the number of experts")
+  arguments.whole("top_k", top_k, 1, experts)
   logits_NxE = jnp.einsum(
     "nd,ed->ne",
     x_NxD.astype(jnp.float32),

@@ -21,17 +21,21 @@ from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import Quantised, fake_quant, round_to
 from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
-from hysparse_kernels.moe.matrices import Weights, matrices
+from hysparse_kernels.moe.matrices import Separate, Weights, matrices
 
 
-def block_rows(tokens: int, active: int, experts: int) -> int:
+def block_rows(tokens: int, active: int, experts: int, least: int = 4) -> int:
   """Rows of a block: about the mean run, so that few experts' blocks are mostly empty.
 
   What blocks beyond the table's size win, they waste in the last block of each run.
+
+  Args:
+    least: rows, if there are so many tokens. Where a slice of the weights is copied for each block,
+      few rows cost what four do.
   """
   most = tuning.sizes("moe", "xla", tokens=tokens)["rows"]
   mean = max(1, tokens * active // experts)
-  return min(most, max(1 << (mean - 1).bit_length(), min(tokens, 4)))
+  return min(most, max(1 << (mean - 1).bit_length(), min(tokens, least)))
 
 
 class Plan(NamedTuple):
@@ -58,9 +62,9 @@ class Plan(NamedTuple):
     return jnp.where(used, values_R[self.row_NxA], 0)
 
 
-def make_plan(ids_NxA: jax.Array, experts: int) -> Plan:
+def make_plan(ids_NxA: jax.Array, experts: int, least_rows: int = 4) -> Plan:
   choices = ids_NxA.size
-  rows = block_rows(*ids_NxA.shape, experts)
+  rows = block_rows(*ids_NxA.shape, experts, least_rows)
   used_NxA = (ids_NxA >= 0) & (ids_NxA < experts)
   order = jnp.argsort(jnp.where(used_NxA, ids_NxA, experts).reshape(-1), stable=True)
   row = jnp.zeros_like(order).at[order].set(jnp.arange(choices), unique_indices=True)
@@ -95,18 +99,31 @@ def moe(
   limit: float,
   released_rounding: bool,
 ) -> jax.Array:
-  plan = make_plan(ids_NxA, w_gate.shape[0])
+  weights = (w_gate, w_up, w_down)
+  are_separate = all(isinstance(w, Separate) for w in weights)
+  plan = make_plan(ids_NxA, w_gate.shape[0], 1 if are_separate else 4)
   token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
   rounding = Rounding(x_NxD.dtype, released_rounding)
   x_NxD = rounding.input(x_NxD)
 
+  def expert(x, weights_r, gate_DxF, up_DxF, down_FxD):
+    gate = rounding.output(einsum("rd,df->rf", x, gate_DxF))
+    up = rounding.output(einsum("rd,df->rf", x, up_DxF))
+    inner = rounding.input(weights_r[:, None] * swiglu(gate, up, limit))
+    return rounding.output(einsum("rf,fd->rd", inner, down_FxD))
+
+  # One for each expert: a matrix is an operand of the product, where it lies.
+  branches = [
+    lambda x, weights_r, own=own: expert(x, weights_r, *(w.astype(x.dtype) for w in own))
+    for own in (zip(*(w.experts for w in weights), strict=True) if are_separate else ())
+  ]
+
   def block(i, y_RxD):
-    expert = plan.expert[i]
-    x = x_NxD[plan.read(token_R, i)]
-    gate = rounding.output(einsum("rd,df->rf", x, matrices(w_gate, expert, x.dtype)))
-    up = rounding.output(einsum("rd,df->rf", x, matrices(w_up, expert, x.dtype)))
-    inner = rounding.input(plan.read(weights_R, i)[:, None] * swiglu(gate, up, limit))
-    y = rounding.output(einsum("rf,fd->rd", inner, matrices(w_down, expert, x.dtype)))
+    x, weights_r = x_NxD[plan.read(token_R, i)], plan.read(weights_R, i)
+    if are_separate:
+      y = lax.switch(plan.expert[i], branches, x, weights_r)
+    else:
+      y = expert(x, weights_r, *(matrices(w, plan.expert[i], x.dtype) for w in weights))
     return plan.write(y_RxD, y, i)
 
   y_RxD = jnp.zeros((token_R.shape[0], x_NxD.shape[1]), jnp.float32)
@@ -132,6 +149,8 @@ def _forward(x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down, limit, released_
   inputs = (x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down)
   if any(isinstance(w, Quantised) for w in inputs[3:]):
     raise ValueError("moe: quantised experts have no gradient; dequantise the weights to train")
+  if any(isinstance(w, Separate) for w in inputs[3:]):
+    raise ValueError("moe: separate experts have no gradient; stack the weights to train")
   return moe(*inputs, limit, released_rounding), inputs
 
 

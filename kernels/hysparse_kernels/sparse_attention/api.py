@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hysparse_kernels import dispatch, triton_launch
+from hysparse_kernels import arguments, dispatch, triton_launch
 from hysparse_kernels.sparse_attention import pallas_gpu, pallas_tpu, reference, xla
 from hysparse_kernels.sparse_attention.view import Attended, View
 
@@ -45,7 +49,41 @@ def sparse_attention(
     scale: factor on the scores, released: C^-0.5.
     backend: "auto" or a name of `BACKENDS`.
 
+  Raises:
+    ValueError: arrays whose shapes or dtypes do not fit each other, or a scale that is no number.
+    BackendError: a backend that is not there or cannot run here.
+
   Source: arXiv 2609.19969, section 2.2.
   """
   run = dispatch.select("sparse_attention", backend, BACKENDS)
-  return run(q_BxSxHxC, positions_BxS, view, sink_H, scale)
+  view = jax.tree.map(jnp.asarray, view)
+  _check(q_BxSxHxC, positions_BxS, view, sink_H)
+  positions_BxS = positions_BxS.astype(jnp.int32)
+  return run(q_BxSxHxC, positions_BxS, _as_int32(view), sink_H, arguments.real("scale", scale))
+
+
+def _check(q_BxSxHxC, positions_BxS, view: View, sink_H) -> None:
+  own = {"q_BxSxHxC": q_BxSxHxC, "positions_BxS": positions_BxS, "sink_H": sink_H}
+  own |= {"window_BxPxC": view.window, "tags_BxP": view.tags_BxP}
+  if (view.entries is None) != (view.rows_BxSxK is None):
+    raise ValueError("view: has one of entries and rows_BxSxK; must have both or none")
+  if view.entries is not None:
+    own |= {"entries_RxC": view.entries, "rows_BxSxK": view.rows_BxSxK}
+    arguments.integers(rows_BxSxK=view.rows_BxSxK)
+  sizes = arguments.sizes(**own)
+  if sizes["P"] < sizes["S"]:
+    raise ValueError(
+      f"window_BxPxC: has {sizes['P']} rows; must have one for each of the {sizes['S']} queries"
+    )
+  arguments.whole("width", view.width)
+  arguments.floats(q_BxSxHxC=q_BxSxHxC, sink_H=sink_H)
+  arguments.integers(positions_BxS=positions_BxS, tags_BxP=view.tags_BxP)
+
+
+def _as_int32(view: View) -> View:
+  rows_BxSxK = view.rows_BxSxK
+  return dataclasses.replace(
+    view,
+    tags_BxP=view.tags_BxP.astype(jnp.int32),
+    rows_BxSxK=None if rows_BxSxK is None else rows_BxSxK.astype(jnp.int32),
+  )

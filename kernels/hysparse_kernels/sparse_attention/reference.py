@@ -25,11 +25,13 @@ def sparse_attention(
   tags_BxSxW = view.tags_BxP[:, jnp.maximum(at_SxW, 0)]
   visible_BxSxN = (at_SxW >= 0) & (expected_BxSxW >= 0) & (tags_BxSxW == expected_BxSxW)
   keys_BxSxNxC = window_BxPxC[:, jnp.maximum(at_SxW, 0)]
+  dtypes = [keys_BxSxNxC.dtype]
 
   if view.rows_BxSxK is not None:
     rows_BxSxK = view.rows_BxSxK
     chosen = view.entries[jnp.maximum(rows_BxSxK, 0)]
     chosen_BxSxKxC = read(chosen, rows_BxSxK >= 0, q_BxSxHxC.dtype)
+    dtypes.append(chosen_BxSxKxC.dtype)
     selected_BxSxK = (rows_BxSxK >= 0) & (positions_BxS[..., None] >= 0)
     keys_BxSxNxC = jnp.concatenate([keys_BxSxNxC, chosen_BxSxKxC], axis=2)
     visible_BxSxN = jnp.concatenate([visible_BxSxN, selected_BxSxK], axis=2)
@@ -42,7 +44,10 @@ def sparse_attention(
   total_BxSxH = p_BxSxHxN.sum(-1) * top.fade + jnp.exp(sink_H - top.all)
   lse_BxSxH = top.all + jnp.log(total_BxSxH)
   share_BxSxHx1 = (top.fade / total_BxSxH)[..., None]  # makes probabilities of p
-  values = einsum("bshn,bsnc->bshc", round_to(p_BxSxHxN, keys_BxSxNxC.dtype), keys_BxSxNxC)
+  # Window and entries may have two dtypes: each part's probabilities are rounded to its own.
+  parts = jnp.split(p_BxSxHxN, [W], axis=-1)
+  used = [round_to(part, dtype) for part, dtype in zip(parts, dtypes, strict=False)]
+  values = einsum("bshn,bsnc->bshc", jnp.concatenate(used, axis=-1), keys_BxSxNxC)
   out = (values * share_BxSxHx1).astype(q_BxSxHxC.dtype)
   mass = None
   if view.rows_BxSxK is not None:

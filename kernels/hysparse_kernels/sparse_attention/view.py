@@ -26,8 +26,10 @@ class View:
   Attributes:
     window: [B, P, C]: P - S rows from before the call, then one row for each query of the call.
     tags_BxP: position, inside its document, of the token each row belongs to; negative: none.
-    entries: [R, C]: compressed entries of all sequences; None for a window-only layer.
-    rows_BxSxK: rows of `entries` selected for each query, -1 for none; None without entries.
+    entries: [R, C]: compressed entries of all sequences; None for a window-only layer. Plain ones
+      must be finite, row 0 too if a query selects less than K: what is not selected counts 0 times.
+    rows_BxSxK: rows of `entries` selected for each query, below R, -1 for none; None without
+      entries.
     width: W, how many window rows a query sees at most (static).
   """
 
