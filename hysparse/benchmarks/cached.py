@@ -33,9 +33,10 @@ class Bench:
   state: nnx.State
 
   @classmethod
-  def of(cls, path: str, overrides: Sequence[str] = ()) -> Bench:
+  def of(cls, path: str, overrides: Sequence[str] = (), *, separate_experts: bool = False) -> Bench:
     config = config_file.load(path, overrides)
-    return cls(config, *unstack(*model_lib.create(config)))
+    apart = unstack(*model_lib.create(config), separate_experts=separate_experts)
+    return cls(config, *apart)
 
   def tokens(self, batch: int, count: int) -> jax.Array:
     """Random prompts [batch, count]."""

@@ -56,18 +56,21 @@ class Result:
 
 def run(rounds: int = 7) -> Result:
   """Measures every row; `rounds` alternating measurements each, medians."""
-  bench = Bench.of(CONFIG)
+  bench, separate = Bench.of(CONFIG), Bench.of(CONFIG, separate_experts=True)
   rows = []
   with Peer() as peer:
     for batch in BATCHES:
-      cache = bench.filled(batch, CONTEXT, 2 * CONTEXT)
-      decode = bench.decoder(batch, cache, STEPS)
+      decode, apart = (
+        own.decoder(batch, own.filled(batch, CONTEXT, 2 * CONTEXT), STEPS)
+        for own in (bench, separate)
+      )
       fields = {"context": CONTEXT, "batch": batch, "steps": STEPS}
-      ours, theirs = alternate(
-        rounds, lambda decode=decode: seconds(decode),
+      ours, faster, theirs = alternate(
+        rounds, lambda decode=decode: seconds(decode), lambda apart=apart: seconds(apart),
         lambda fields=fields: STEPS * peer.measure("decode", **fields)["seconds"],
       )  # fmt: skip
       rows.append(Row(f"decode at {CONTEXT}, batch {batch}", batch * STEPS, ours, theirs))
+      rows.append(Row("  with separate experts", batch * STEPS, faster, theirs))
     for length in PROMPTS:
       tokens_BxS = bench.tokens(1, length)
 

@@ -40,12 +40,10 @@ def matmul() -> tuple[Callable[[], jax.Array], float]:
   return lambda: product(x), 2.0 * _MATRIX**3
 
 
-def alternate(
-  rounds: int, ours: Callable[[], float], theirs: Callable[[], float]
-) -> tuple[float, float]:
-  """Median seconds of two measurements in turn; the first round of each only warms up."""
-  pairs = [(ours(), theirs()) for _ in range(rounds + 1)][1:]
-  return tuple(statistics.median(times) for times in zip(*pairs, strict=True))
+def alternate(rounds: int, *measurements: Callable[[], float]) -> tuple[float, ...]:
+  """Median seconds of measurements in turn; the first round of each only warms up."""
+  taken = [[measure() for measure in measurements] for _ in range(rounds + 1)][1:]
+  return tuple(statistics.median(times) for times in zip(*taken, strict=True))
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -87,6 +87,7 @@ class Engine:
     prefill: Literal["all_layers", "replay"] = "all_layers",
     speculate: bool = False,
     min_acceptance: float = 0.3,
+    separate_experts: bool = False,
     placement: Placement | None = None,
   ):
     """
@@ -101,6 +102,8 @@ class Engine:
       prefill: see `nn.calls.Call`.
       speculate: let the draft layers guess ahead; the tokens are the model's own all the same.
       min_acceptance: see `speculate.speculate`.
+      separate_experts: for long generation on the CPU: faster steps (docs/inference.md), slower to
+        compile.
       placement: spreads the slots, the pools and Engram tables over several devices.
 
     Raises:
@@ -147,7 +150,9 @@ class Engine:
       pool_tokens=pool_tokens, block_tokens=block_tokens, placement=placement,
     )  # fmt: skip
     self._cache = self._allocate()
-    self.graphdef, state = unstack(graphdef, state)  # after all that may be refused
+    self.graphdef, state = unstack(  # after all that may be refused
+      graphdef, state, separate_experts=separate_experts
+    )
     self.state = state if placement is None else placement.place(state)
     # What a call returns goes back to its place: compiled functions depend on where arrays live.
     self._places = None

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import small
 from flax import nnx
-from hysparse_kernels import compat
 from hysparse_kernels.formats import Quantised
 from hysparse_kernels.moe import Separate
 
 import hysparse
 from hysparse.cache.allocate import allocate
-from hysparse.nn import unstack as unstack_lib
 from hysparse.nn.batch import Batch
 from hysparse.nn.host_table import HostTable
 from hysparse.nn.unstack import unstack
@@ -58,9 +56,9 @@ def check_leaves(config, graphdef, state) -> dict[str, object]:
   return values
 
 
-def check_calls(config, graphdef, state, calls) -> None:
+def check_calls(config, graphdef, state, calls, **options) -> None:
   """The same logits of calls of some tokens each, with a cache; none: of one without."""
-  models = (graphdef, state), unstack(graphdef, state)
+  models = (graphdef, state), unstack(graphdef, state, **options)
   tokens, at = small.tokens(config, 2, 24), 0
   caches = [allocate(config, 2, 24) if calls else None for _ in models]
   for n in calls or (24,):
@@ -98,26 +96,27 @@ def test_the_same_logits(schedule, calls):
 
 
 @pytest.mark.parametrize("calls", [(), pytest.param((8, 8, 8), marks=pytest.mark.slow)])
-def test_large_experts_get_arrays_of_their_own(monkeypatch, calls):
+def test_experts_may_get_arrays_of_their_own(calls):
   cfg = small.config("swa full/2", residual="plain", vocab_size=16)
   graphdef, state = small.model(cfg)
-
-  def kinds() -> set[type]:
-    flat = nnx.to_flat_state(unstack(graphdef, state)[1])
-    return {type(leaf.get_raw_value()) for path, leaf in flat if "experts" in path}
-
-  assert not kinds() & {Separate}, "small ones stay together"
-  monkeypatch.setattr(unstack_lib, "_LEAST_VALUES", 1)
-  assert kinds() == {Separate}
-  for path, leaf in nnx.to_flat_state(unstack(graphdef, state)[1]):
+  old = dict(nnx.to_flat_state(state))
+  seen = 0
+  for path, leaf in nnx.to_flat_state(unstack(graphdef, state, separate_experts=True)[1]):
+    value = leaf.get_raw_value()
+    assert isinstance(value, Separate) == ("experts" in path)
     if "experts" in path:
-      stacked = dict(nnx.to_flat_state(state))[(*path[:2], *path[3:])].get_raw_value()
-      np.testing.assert_array_equal(leaf.get_raw_value().stacked(), stacked[path[2]])
-  check_calls(cfg, graphdef, state, calls)
-  monkeypatch.setattr(unstack_lib, "_MOST_BRANCHES", 1)
-  assert not kinds() & {Separate}, "many are too many branches"
-  with compat.target("gpu"):
-    assert not kinds() & {Separate}, "kernels want one array"
+      stacked = old[(*path[:2], *path[3:])].get_raw_value()
+      np.testing.assert_array_equal(value.stacked(), stacked[path[2]])
+      seen += 1
+  assert seen == 3 * len(cfg.model.layers)
+  check_calls(cfg, graphdef, state, calls, separate_experts=True)
+
+
+def test_quantised_experts_stay_together(golden):
+  graphdef, state = golden.graphdef, golden.state
+  apart = unstack(graphdef, state, separate_experts=True)
+  want = unstack(graphdef, state)
+  assert jax.tree.structure(apart[1]) == jax.tree.structure(want[1])
 
 
 def test_the_old_arrays_stay():
