@@ -102,8 +102,8 @@ MUTANTS = (
   Mutant(
     "the indexer's relu is dropped",
     f"{KERNELS}/indexer/scores.py",
-    "jax.nn.relu(rounded(dots))",
-    "rounded(dots)",
+    "jax.nn.relu(rounded(dots[:, :, i]))",
+    "rounded(dots[:, :, i])",
     "tests/kernels/test_indexer.py::test_selection_and_pool_equal_a_stable_sort",
   ),
   Mutant(
@@ -223,8 +223,8 @@ MUTANTS = (
   Mutant(
     "parity: the indexer's relu is dropped",
     f"{KERNELS}/indexer/scores.py",
-    "jax.nn.relu(rounded(dots))",
-    "rounded(dots)",
+    "jax.nn.relu(rounded(dots[:, :, i]))",
+    "rounded(dots[:, :, i])",
     PARITY,
   ),
   Mutant(
@@ -414,6 +414,48 @@ MUTANTS = (
     "newest = record.tokens - 1 - (record.tokens - 1 - np.arange(W)) % W",
     "newest = np.arange(W)",
     "tests/cache/test_records.py::test_a_sequence_continues_in_another_cache",
+  ),
+  Mutant(
+    "a record's bytes are not compared with their sum",
+    "hysparse/cache/records.py",
+    "if record._digest() != digest:",
+    "if record.tokens < 0:",
+    "tests/cache/test_records.py::test_every_changed_byte_is_noticed",
+  ),
+  Mutant(
+    "a slot that has tokens is overwritten",
+    "hysparse/cache/records.py",
+    "if length := int(cache.length_B[slot]):",
+    "if (length := int(cache.length_B[slot])) > 100:",
+    "tests/cache/test_records.py::test_only_empty_slots_with_blocks_of_their_own_are_filled",
+  ),
+  Mutant(
+    "a winner is written behind a row that moved",
+    f"{KERNELS}/tuner.py",
+    "    row = rows[index]",
+    '    row = tuning.table(op)[backend]["rows"][index]',
+    "tests/kernels/test_tuning.py::test_winners_of_two_rows_are_written_as_they_come",
+  ),
+  Mutant(
+    "one letter may be two sizes",
+    f"{KERNELS}/arguments.py",
+    "fits &= known.setdefault(axis, size) == size",
+    "known.setdefault(axis, size)",
+    "tests/kernels/test_arguments.py::test_no_array_may_be_shorter_longer_or_broadcast",
+  ),
+  Mutant(
+    "a selection that gathers its pool publishes none",
+    f"{KERNELS}/indexer/xla.py",
+    "within is not None and not pool_blocks and",
+    "within is not None and",
+    "tests/kernels/test_indexer.py::test_a_selection_inside_a_small_pool_may_publish_one",
+  ),
+  Mutant(
+    "every separate expert is the first one",
+    f"{KERNELS}/moe/xla.py",
+    "lax.switch(plan.expert[i], branches",
+    "lax.switch(0 * plan.expert[i], branches",
+    "tests/kernels/test_moe.py::test_separate_experts_equal_stacked_ones",
   ),
   Mutant(
     "an interrupted engine keeps a cache that is used up",

@@ -73,13 +73,11 @@ class Record:
     try:
       rows = safetensors.numpy.load(data)
       about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-      version, tokens, origin = about["version"], int(about["tokens"]), about["origin"]
-      digest = about["sha256"]
+      if about["version"] != _VERSION:
+        raise CacheError(f"record: has version {about['version']}; must be {_VERSION}")
+      record, digest = cls(int(about["tokens"]), about["origin"], rows), about["sha256"]
     except (safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
       raise CacheError(f"record: is damaged, or no record ({error})") from None
-    if version != _VERSION:
-      raise CacheError(f"record: has version {version}; must be {_VERSION}")
-    record = cls(tokens, origin, rows)
     if record._digest() != digest:
       raise CacheError("record: is damaged: its content does not have the sum that it names")
     return record

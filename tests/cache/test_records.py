@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import small
 from compiling import compilations
 from paged_calls import CFG, SEQUENCES, call, fed, fresh, reserved, text
@@ -173,6 +174,9 @@ def test_bytes_that_are_no_record_are_refused(record):
   assert newer != data
   with pytest.raises(CacheError, match="has version 3; must be 2"):
     Record.from_bytes(newer)
+  older = safetensors.numpy.save(dict(record.rows), {"version": "1", "tokens": "21", "layout": ""})
+  with pytest.raises(CacheError, match="has version 1; must be 2"):
+    Record.from_bytes(older)
   for damaged in (b"", data[:5], data[:200], data[:-1], b"\x00" * 100, b"{}" * 50):
     with pytest.raises(CacheError, match="record: is damaged, or no record"):
       Record.from_bytes(damaged)
