@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparing import close
-from hysparse_kernels import arguments, engram, fp4, hyper_connections, indexer, moe
+from hysparse_kernels import (
+  arguments,
+  dense_attention,
+  engram,
+  fp4,
+  hyper_connections,
+  indexer,
+  moe,
+)
 from hysparse_kernels.dispatch import BackendError
 from hysparse_kernels.formats import Stored, quantise
 from hysparse_kernels.paged import Paged
@@ -110,6 +118,26 @@ CALLS = {
       "w_gate_ExDxF": normal(E, D, F),
       "w_up_ExDxF": normal(E, D, F),
       "w_down_ExFxD": normal(E, F, D),
+    },
+  ),
+  "dense_attention": (
+    lambda **own: dense_attention.dense_attention(**own, scale=0.25),
+    {
+      "q_BxSxHxC": normal(B, S, H, C),
+      "k_BxTxGxC": normal(B, P, H, C),
+      "v_BxTxGxC": normal(B, P, H, C),
+      "lo_BxS": whole(B, S),
+      "hi_BxS": whole(B, S),
+    },
+  ),
+  "oracle_top_k": (
+    lambda **own: dense_attention.oracle_top_k(**own, scale=0.25, top_k=2),
+    {
+      "q_BxSxHxC": normal(B, S, H, C),
+      "k_BxTxGxC": normal(B, P, H, C),
+      "lo_BxS": whole(B, S),
+      "hi_BxS": whole(B, S),
+      "lse_BxSxH": normal(B, S, H),
     },
   ),
   "fp4.append": (
