@@ -60,7 +60,8 @@ def make(folder: pathlib.Path, seed: int, features: dict[str, Any] | None = None
   inputs, runs = _inputs(config, rng, (features or {}).get("prompts", drawn))
   expected = dict(inputs)
   layers: dict[str, np.ndarray] = {}
-  stored = Folder(folder)
+  stored, tolerances = Folder(folder), {}
+  single = Float32Model(stored, token_map, quantised=False)
   for mode in MODES:
     model = NumpyModel(stored, token_map, quantised=mode == "kvquant")
     for name, run in runs.items():
@@ -71,6 +72,8 @@ def make(folder: pathlib.Path, seed: int, features: dict[str, Any] | None = None
       hashed = f"{name}/engram_hash_ids"
       expected |= {hashed: found.pop(hashed)} if hashed in found else {}
       expected |= {f"{mode}/{key}": value for key, value in found.items()}
+      if mode == "exact":
+        tolerances[f"exact/{name}: float32 vs float64"] = _moved(single, name, run, inputs, found)
     if mode == "exact":
       layers = _layer_inputs(model, inputs, runs["A"]["S"])
     found = layer_arrays(model, runs["A"]["S"], inputs, layers)
@@ -87,7 +90,34 @@ def make(folder: pathlib.Path, seed: int, features: dict[str, Any] | None = None
   np.savez(folder / "layers.npz", **layers)
   listed = {name: (list(array.shape), str(array.dtype)) for name, array in expected.items()}
   about = {"runs": runs, "arrays": listed, "suggested_limits": _LIMITS, "seed": seed}
+  about["tolerances"] = tolerances
   (folder / "case.json").write_text(json.dumps(about))
+
+
+class Float32Model(NumpyModel):
+  """Weights, products and norms in float32: what any implementation of that precision meets."""
+
+  def w(self, name: str) -> np.ndarray:
+    value = super().w(name)
+    return value.astype(np.float32) if value.dtype == np.float64 else value
+
+  def linear(self, x, name: str):
+    return super().linear(x.astype(np.float32), name)
+
+  def norm(self, x, name: str):
+    return super().norm(x.astype(np.float32), name)
+
+
+def _moved(
+  model: Float32Model, name: str, run: dict, inputs: dict, found: dict[str, np.ndarray]
+) -> dict[str, dict[str, float]]:
+  """How far float32 moves the logits of a run, as a case records it."""
+  mine, _ = run_arrays(model, name, run["S"], run["n_decode"], inputs)
+  return {
+    part: {"max_abs": float(np.abs(mine[key] - found[key]).max())}
+    for part in ("prefill", "decode")
+    if (key := f"{name}/{part}_logits") in found
+  }
 
 
 def _small(x: np.ndarray) -> np.ndarray:
