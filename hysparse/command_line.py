@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
 import sys
 from collections.abc import Sequence
@@ -17,6 +19,17 @@ def parse(argv: Sequence[str]) -> list[str]:
   except flags.Error as error:
     missing = re.findall(r"--(\w+)=None", str(error))
     fail(", ".join(f"--{name}" for name in missing) + ": missing" if missing else error)
+
+
+def check_output(flag: str, file: str | None) -> None:
+  """Fails if a file cannot be written, before the work whose result it shall hold."""
+  if file is None:
+    return
+  path = pathlib.Path(file)
+  if not path.parent.is_dir():
+    fail(f"--{flag}={path}: there is no folder {path.parent}")
+  if path.is_dir() or not os.access(path.parent, os.W_OK):
+    fail(f"--{flag}={path}: cannot be written")
 
 
 def fail(error: object) -> NoReturn:

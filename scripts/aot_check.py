@@ -22,6 +22,8 @@ from hysparse_kernels.aot.targets import TARGETS
 from hysparse_kernels.aot.worker import GRADIENT
 from hysparse_kernels.catalogue import OPERATIONS
 
+from hysparse import command_line
+
 _BACKENDS = sorted({name for op in OPERATIONS.values() for name in op.backends} - {"reference"})
 _TARGET = flags.DEFINE_multi_enum("target", list(TARGETS), list(TARGETS), "Chips.")
 _OP = flags.DEFINE_multi_enum("op", list(OPERATIONS), list(OPERATIONS), "Operations.")
@@ -47,8 +49,7 @@ def _specs(op, backend, platform):
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     sys.exit(f"aot_check: unexpected argument '{argv[1]}'")
-  if _JSON.value and not pathlib.Path(_JSON.value).absolute().parent.is_dir():
-    sys.exit(f"aot_check: --json={_JSON.value}: there is no such folder")
+  command_line.check_output("json", _JSON.value)
   platforms = {name: TARGETS[name].platform for name in _TARGET.value}
   operations = {name: OPERATIONS[name] for name in _OP.value}
   names = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from absl import app, flags
 
-from hysparse import benchmarks
+from hysparse import benchmarks, command_line
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Interleaved measurements.", lower_bound=1)
 _JSON = flags.DEFINE_string("json", None, "Also write the figures to this file.")
@@ -25,8 +25,7 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(f"scripts/bench.py: unexpected argument '{argv[2]}'")
   if len(argv) != 2 or argv[1] not in names:
     sys.exit(f"usage: scripts/bench.py NAME, one of: {', '.join(names)}")
-  if _JSON.value and not pathlib.Path(_JSON.value).absolute().parent.is_dir():
-    sys.exit(f"scripts/bench.py: --json={_JSON.value}: there is no such folder")
+  command_line.check_output("json", _JSON.value)
   result = importlib.import_module(f"hysparse.benchmarks.{argv[1]}").run(_ROUNDS.value)
   print(result)
   if _JSON.value:

@@ -54,10 +54,7 @@ def main(argv: Sequence[str]) -> None:
   if not flags.FLAGS["verbosity"].present:
     logging.set_verbosity(logging.FATAL)  # Orbax logs a page about each checkpoint
   json_file = pathlib.Path(_JSON.value) if _JSON.value else None
-  if json_file and not json_file.parent.is_dir():
-    command_line.fail(f"--json={json_file}: there is no folder {json_file.parent}")
-  if json_file and (json_file.is_dir() or not os.access(json_file.parent, os.W_OK)):
-    command_line.fail(f"--json={json_file}: cannot be written")
+  command_line.check_output("json", _JSON.value)
   try:
     prompts = list(_PROMPT.value) + [_ids(text) for text in _IDS.value]
     for path in _FILE.value:

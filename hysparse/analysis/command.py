@@ -72,8 +72,7 @@ def _check_files() -> None:
     path = pathlib.Path(flag.value)
     if path.suffix not in legal:
       raise config_lib.ConfigError(f"{flag.name}: is {path}; must end in {', '.join(legal)}")
-    if not path.parent.is_dir():
-      raise config_lib.ConfigError(f"{flag.name}: {path.parent} is no folder")
+    command_line.check_output(flag.name, flag.value)
 
 
 def _table(name: str, overrides: Sequence[str]) -> Table:

@@ -29,7 +29,7 @@ from jaxtyping import Int, UInt8
 from hysparse.cache import layout as layout_lib
 from hysparse.cache.allocate import Leaf, leaves
 from hysparse.cache.state import Cache, CacheError
-from hysparse.config import Config
+from hysparse.config import Config, ModelConfig
 
 _VERSION = "2"
 
@@ -135,7 +135,9 @@ def put(cache: Cache, config: Config, slot: int, record: Record) -> Cache:
     raise CacheError("record: is of another model, schedule, precision, numerics or block size")
   _check_empty(cache, slot, record.tokens)
 
-  def rows_of(leaf: Leaf, array: jax.Array) -> np.ndarray | None:
+  def rows_of(
+    leaf: Leaf, array: jax.Array, axis: int, at: Int[np.ndarray, " N"] | int
+  ) -> np.ndarray | None:
     """What the slot shall hold of an array; None: what it does."""
     name = leaf.component.name
     if name == "ring_tags":
@@ -146,7 +148,6 @@ def put(cache: Cache, config: Config, slot: int, record: Record) -> Cache:
       return np.asarray(record.tokens if leaf.part.name == "length" else False)
     if not _is_kept(leaf):
       return None
-    axis, at = _place(leaf, cache, slot, record.tokens)
     *front, width = jax.eval_shape(lambda x: x.take(at, axis), array).shape
     if _is_global(leaf):
       front[0] = leaf.component.rows_at(record.tokens)
@@ -164,8 +165,8 @@ def put(cache: Cache, config: Config, slot: int, record: Record) -> Cache:
   flat = jax.tree.leaves(described)
   if extra := record.rows.keys() - {_name(leaf) for leaf in flat}:
     raise CacheError(f"record: has '{min(extra)}', which is no part of this model's state")
-  new = [rows_of(leaf, array) for leaf, array in zip(flat, arrays, strict=True)]
   places = [_place(leaf, cache, slot, record.tokens) for leaf in flat]
+  new = [rows_of(leaf, x, *place) for leaf, x, place in zip(flat, arrays, places, strict=True)]
   return tree.unflatten(
     [
       array if rows is None else _write(array, at, rows, axis)
@@ -241,10 +242,12 @@ def _as_bytes(x: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache
-def _origin_of(config: Config, precision: layout_lib.Precision, block_tokens: int) -> str:
-  described = layout_lib.layout(config.model, precision, block_tokens=block_tokens)
-  return hashlib.sha256(repr((described, config.model, config.train.numerics)).encode()).hexdigest()
+def _origin_of(
+  model: ModelConfig, numerics: str, precision: layout_lib.Precision, block_tokens: int
+) -> str:
+  described = layout_lib.layout(model, precision, block_tokens=block_tokens)
+  return hashlib.sha256(repr((described, model, numerics)).encode()).hexdigest()
 
 
 def _origin(cache: Cache, config: Config) -> str:
-  return _origin_of(config, cache.precision, cache.pages.tokens)
+  return _origin_of(config.model, config.train.numerics, cache.precision, cache.pages.tokens)

@@ -91,10 +91,8 @@ def tune(op: str, backend: str, rounds: int = 5) -> Iterator[Winner]:
     raise LookupError(f"{op}: has no tuning table for backend '{backend}'")
   operation = OPERATIONS[op]
   dispatch.select(op, backend, operation.backends)
-  rows, met = (
-    list(tuning.table(op)[backend]["rows"]),
-    {},
-  )  # the table changes as winners are written
+  rows = list(tuning.table(op)[backend]["rows"])  # the table's own change as winners are written
+  met: dict[int, list] = {}
   for spec in (spec for spec in operation.released if spec.name in operation.timed):
     arrays, rest = separated(spec.shapes())
     with tuning.recorded() as asked:

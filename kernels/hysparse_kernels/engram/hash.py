@@ -48,7 +48,8 @@ def hash_rows(
   batch, length = ids_BxS.shape
   if not isinstance(pad_id, jax.Array):
     arguments.whole("pad_id", pad_id, 0)
-  arguments.integers(ids_BxS=ids_BxS, positions_BxS=positions_BxS)
+  given = {} if history_BxL is None else {"history_BxL": history_BxL}
+  arguments.integers(ids_BxS=ids_BxS, positions_BxS=positions_BxS, **given)
   ids_BxS, positions_BxS = ids_BxS.astype(jnp.int32), positions_BxS.astype(jnp.int32)
   if history_BxL is None:
     history_BxL = jnp.full((batch, lookback), -1, ids_BxS.dtype)

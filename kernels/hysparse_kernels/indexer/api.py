@@ -81,12 +81,11 @@ def select(
   keys.check(arguments.sizes(**arrays, **spans)["B"])
   arguments.floats(q_BxSxIxD=q_BxSxIxD, weights_BxSxI=weights_BxSxI)
   arguments.integers(**spans)
-  for name, value, low in (
-    ("top_k", top_k, 1), ("pool_blocks", pool_blocks, 0), ("block_size", block_size, 1)
-  ):  # fmt: skip
-    arguments.whole(name, value, low)
+  top_k = arguments.whole("top_k", top_k)
+  pool_blocks = arguments.whole("pool_blocks", pool_blocks, 0)
+  block_size = arguments.whole("block_size", block_size)
   inputs = jax.lax.stop_gradient((q_BxSxIxD, keys, weights_BxSxI))
-  options = (int(top_k), within, int(pool_blocks), int(block_size), released_rounding)
+  options = (top_k, within, pool_blocks, block_size, released_rounding)
   lo_BxS, hi_BxS = lo_BxS.astype(jnp.int32), hi_BxS.astype(jnp.int32)
   return Selection(*run(*inputs, lo_BxS, hi_BxS, *options))
 

@@ -59,12 +59,9 @@ def moe(
   """
   run = dispatch.select("moe", backend, BACKENDS)
   arrays = {"x_NxD": x_NxD, "ids_NxA": ids_NxA, "weights_NxA": weights_NxA}
-  for (name, weights), axes in zip(
-    {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}.items(), ("EDF", "EDF", "EFD"), strict=True
-  ):
-    if isinstance(weights, Quantised):
-      axes = axes[0] + axes[:0:-1]
-    arrays[f"{name}_{'x'.join(axes)}"] = weights
+  matrices = (("w_gate", w_gate, "DxF"), ("w_up", w_up, "DxF"), ("w_down", w_down, "FxD"))
+  for name, weights, axes in matrices:
+    arrays[f"{name}_Ex{axes[::-1] if isinstance(weights, Quantised) else axes}"] = weights
   arguments.sizes(**arrays)
   arguments.floats(x_NxD=x_NxD, weights_NxA=weights_NxA)
   arguments.integers(ids_NxA=ids_NxA)

@@ -34,10 +34,6 @@ class Separate:
   def shape(self) -> tuple[int, ...]:
     return (len(self.experts), *self.experts[0].shape)
 
-  @property
-  def dtype(self) -> jnp.dtype:
-    return self.experts[0].dtype
-
   def stacked(self) -> Float[Array, "E I O"]:
     """As one array, a copy."""
     return jnp.stack(self.experts)

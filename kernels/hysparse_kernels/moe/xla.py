@@ -23,15 +23,17 @@ from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
 from hysparse_kernels.moe.matrices import Separate, Weights, matrices
 
+# A slice of the weights is copied for each block: few rows cost what four do.
+_LEAST_ROWS = 4
 
-def block_rows(tokens: int, active: int, experts: int, least: int = 4) -> int:
+
+def block_rows(tokens: int, active: int, experts: int, least: int) -> int:
   """Rows of a block: about the mean run, so that few experts' blocks are mostly empty.
 
   What blocks beyond the table's size win, they waste in the last block of each run.
 
   Args:
-    least: rows, if there are so many tokens. Where a slice of the weights is copied for each block,
-      few rows cost what four do.
+    least: rows, if there are so many tokens.
   """
   most = tuning.sizes("moe", "xla", tokens=tokens)["rows"]
   mean = max(1, tokens * active // experts)
@@ -62,7 +64,7 @@ class Plan(NamedTuple):
     return jnp.where(used, values_R[self.row_NxA], 0)
 
 
-def make_plan(ids_NxA: jax.Array, experts: int, least_rows: int = 4) -> Plan:
+def make_plan(ids_NxA: jax.Array, experts: int, least_rows: int = _LEAST_ROWS) -> Plan:
   choices = ids_NxA.size
   rows = block_rows(*ids_NxA.shape, experts, least_rows)
   used_NxA = (ids_NxA >= 0) & (ids_NxA < experts)
@@ -101,7 +103,7 @@ def moe(
 ) -> jax.Array:
   weights = (w_gate, w_up, w_down)
   are_separate = all(isinstance(w, Separate) for w in weights)
-  plan = make_plan(ids_NxA, w_gate.shape[0], 1 if are_separate else 4)
+  plan = make_plan(ids_NxA, w_gate.shape[0], 1 if are_separate else _LEAST_ROWS)
   token_R, weights_R = plan.choice_R // ids_NxA.shape[1], weights_NxA.reshape(-1)[plan.choice_R]
   rounding = Rounding(x_NxD.dtype, released_rounding)
   x_NxD = rounding.input(x_NxD)
