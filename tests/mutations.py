@@ -102,8 +102,8 @@ MUTANTS = (
   Mutant(
     "the indexer's relu is dropped",
     f"{KERNELS}/indexer/scores.py",
-    "jax.nn.relu(rounded(dots[:, :, i]))",
-    "rounded(dots[:, :, i])",
+    "jax.nn.relu(rounded(head))",
+    "rounded(head)",
     "tests/kernels/test_indexer.py::test_selection_and_pool_equal_a_stable_sort",
   ),
   Mutant(
@@ -223,8 +223,8 @@ MUTANTS = (
   Mutant(
     "parity: the indexer's relu is dropped",
     f"{KERNELS}/indexer/scores.py",
-    "jax.nn.relu(rounded(dots[:, :, i]))",
-    "rounded(dots[:, :, i])",
+    "jax.nn.relu(rounded(head))",
+    "rounded(head)",
     PARITY,
   ),
   Mutant(
@@ -453,8 +453,8 @@ MUTANTS = (
   Mutant(
     "every separate expert is the first one",
     f"{KERNELS}/moe/xla.py",
-    "lax.switch(plan.expert[i], branches",
-    "lax.switch(0 * plan.expert[i], branches",
+    "lax.switch(e, branches",
+    "lax.switch(0 * e, branches",
     "tests/kernels/test_moe.py::test_separate_experts_equal_stacked_ones",
   ),
   Mutant(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hysparse_kernels import arguments
+from hysparse_kernels import arguments, compat
 from hysparse_kernels.formats import Stored
 
 NOWHERE = -1  # a block that a sequence does not have, an entry that is in none
@@ -93,7 +93,16 @@ class Paged:
       return self.rows[jnp.maximum(self.locate(ids), 0)]
     first = self.locate(jnp.where(groups >= 0, groups * size, NOWHERE))
     at = jnp.maximum(first, 0) // size
-    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:])[at], self.rows)
+
+    def groups_at(part: jax.Array) -> jax.Array:
+      groups = part.reshape(-1, size, *part.shape[1:])
+      if compat.platform() != "cpu":
+        return groups[at]
+      # XLA on CPU is several times slower where it gathers two axes of few bytes; on other
+      # platforms another shape may be another layout, and so a copy of the pool.
+      return groups.reshape(groups.shape[0], -1)[at].reshape(*at.shape, *groups.shape[1:])
+
+    return jax.tree.map(groups_at, self.rows)
 
   def values(
     self, dtype: jnp.dtype, count_B: Int[Array, "B"] | None = None

@@ -338,17 +338,17 @@ def test_blocks_cover_every_choice_once_and_few_rows_are_wasted(tokens, active, 
     plan = jax.tree.map(np.asarray, run(ids, experts))
     used = (ids >= 0) & (ids < experts)
     np.testing.assert_array_equal(plan.used_NxA, used)
-    seen = []
-    for i in range(plan.blocks):
-      first, filled = plan.first[i], plan.filled[i]
-      assert 1 <= filled <= plan.rows
-      assert first + plan.rows <= len(plan.choice_R)
-      mine = plan.choice_R[first : first + filled]
-      assert (ids.reshape(-1)[mine] == plan.expert[i]).all()
+    seen, blocks = [], [(e, i) for e in plan.expert_E[: plan.runs] for i in range(plan.blocks(e))]
+    for e, i in blocks:
+      at = plan.block(e, i)
+      assert 1 <= at.filled <= plan.rows
+      assert at.first + plan.rows <= len(plan.choice_R)
+      mine = plan.choice_R[at.first : at.first + at.filled]
+      assert (ids.reshape(-1)[mine] == e).all()
       seen += mine.tolist()
     assert sorted(seen) == np.flatnonzero(used).tolist()
     np.testing.assert_array_equal(plan.choice_R[plan.row_NxA].reshape(-1), np.arange(ids.size))
-    assert plan.blocks <= used.sum() // plan.rows + len(np.unique(ids[used]))
+    assert len(blocks) <= used.sum() // plan.rows + len(np.unique(ids[used]))
     assert plan.rows <= min(most, max(4, 2 * tokens * active / experts))
 
 

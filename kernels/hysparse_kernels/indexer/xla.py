@@ -103,10 +103,13 @@ def _pool_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, pool: Pool, released_rou
 
   def score(x):
     def chunk(blocks_BxQxN):
-      gathered = keys.read_groups(blocks_BxQxN, pool.block_size).decode(x["q"].dtype)
+      # Fused with what follows, XLA on CPU waits for memory at every block, and computes the
+      # product far slower: hence both barriers.
+      packed = jax.lax.optimization_barrier(keys.read_groups(blocks_BxQxN, pool.block_size))
+      gathered = packed.decode(x["q"].dtype)
       keys_BxQxPxD = gathered.reshape(*x["q"].shape[:2], -1, gathered.shape[-1])
-      dots = einsum("bqid,bqpd->bqip", x["q"], keys_BxQxPxD)
-      return weighted(jax.lax.optimization_barrier(dots), x["weights"], released_rounding)
+      dots = jax.lax.optimization_barrier(einsum("bqid,bqpd->bqpi", x["q"], keys_BxQxPxD))
+      return weighted(dots, x["weights"], released_rounding, axis=3)
 
     chunks = blocks.split(x["blocks"].swapaxes(1, 2), width).swapaxes(2, 3)
     scores = jax.lax.map(chunk, chunks)  # [chunks, B, queries, width * block_size]

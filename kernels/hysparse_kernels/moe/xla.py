@@ -1,10 +1,10 @@
 """Choices sorted by expert, computed in blocks of rows that share one.
 
-Sorting the N A choices makes each expert's rows one run, which is cut into blocks of equal size. A
-loop over the blocks (as many as there really are, so that skewed routing costs no more than even)
-reads the rows, slices the expert's weights and writes its rows of the result. The last block of a
-run reaches into the next one: those rows are overwritten by their own block, and masked where
-blocks are summed. Results return to their tokens by a gather, never by scattered additions.
+Sorting the N A choices makes each expert's rows one run. A loop over the runs slices the expert's
+weights once, and a loop inside it (as long as the run, so that skewed routing costs no more than
+even) reads blocks of equal size and writes their rows of the result. The last block of a run
+reaches into the next one: those rows are overwritten by their own block, and masked where blocks
+are summed. Results return to their tokens by a gather, never by scattered additions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
 from hysparse_kernels.moe.matrices import Separate, Weights, matrices
 
-# A slice of the weights is copied for each block: few rows cost what four do.
+# Weights are copied for each run, however short it is: few rows cost what four do.
 _LEAST_ROWS = 4
 
 
@@ -44,24 +44,42 @@ class Plan(NamedTuple):
   """Where every choice goes: R = N A + rows sorted rows, so that every block stays inside."""
 
   rows: int  # of a block
-  blocks: jax.Array  # how many blocks there are
-  expert: jax.Array  # of each block
-  first: jax.Array  # row of each block
-  filled: jax.Array  # rows of each block, at least 1, that belong to its expert
+  runs: jax.Array  # experts that have any rows
+  expert_E: jax.Array  # those first, ascending
+  first_E: jax.Array  # row of each expert's run
+  load_E: jax.Array  # rows of it
   choice_R: jax.Array  # token * A + a
   row_NxA: jax.Array
   used_NxA: jax.Array
 
-  def read(self, values_R: jax.Array, block: jax.Array) -> jax.Array:
-    return lax.dynamic_slice_in_dim(values_R, self.first[block], self.rows)
+  def blocks(self, expert: jax.Array) -> jax.Array:
+    """How many blocks the run of an expert has."""
+    return -(-self.load_E[expert] // self.rows)
 
-  def write(self, into_R: jax.Array, values: jax.Array, block: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(into_R, values, self.first[block], 0)
+  def block(self, expert: jax.Array, i: jax.Array) -> Block:
+    """Block `i` of the run of an expert."""
+    before = i * self.rows
+    left = self.load_E[expert] - before
+    return Block(self.rows, self.first_E[expert] + before, jnp.minimum(left, self.rows))
 
   def gather(self, values_R: jax.Array) -> jax.Array:
     """[R, ...] to [N, A, ...], 0 where a choice is no expert."""
     used = jnp.expand_dims(self.used_NxA, range(2, 1 + values_R.ndim))
     return jnp.where(used, values_R[self.row_NxA], 0)
+
+
+class Block(NamedTuple):
+  """Sorted rows from `first` on, of which the `filled` first ones belong to the expert."""
+
+  rows: int
+  first: jax.Array
+  filled: jax.Array
+
+  def read(self, values_R: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(values_R, self.first, self.rows)
+
+  def write(self, into_R: jax.Array, values: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(into_R, values, self.first, 0)
 
 
 def make_plan(ids_NxA: jax.Array, experts: int, least_rows: int = _LEAST_ROWS) -> Plan:
@@ -70,20 +88,13 @@ def make_plan(ids_NxA: jax.Array, experts: int, least_rows: int = _LEAST_ROWS) -
   used_NxA = (ids_NxA >= 0) & (ids_NxA < experts)
   order = jnp.argsort(jnp.where(used_NxA, ids_NxA, experts).reshape(-1), stable=True)
   row = jnp.zeros_like(order).at[order].set(jnp.arange(choices), unique_indices=True)
-
   load_E = expert_load(ids_NxA, experts)
-  blocks_E = -(-load_E // rows)
-  ends_E = jnp.cumsum(blocks_E)
-  # Full blocks, and one that is not full for each expert that has any rows.
-  block = jnp.arange(choices // rows + min(experts, choices))
-  expert = jnp.searchsorted(ends_E, block, side="right").astype(jnp.int32)
-  before = (block - (ends_E - blocks_E)[expert]) * rows  # rows of the run in earlier blocks
   return Plan(
     rows=rows,
-    blocks=ends_E[-1],
-    expert=expert,
-    first=(jnp.cumsum(load_E) - load_E)[expert] + before,
-    filled=jnp.minimum(load_E[expert] - before, rows),
+    runs=(load_E > 0).sum(),
+    expert_E=jnp.argsort(load_E == 0, stable=True),
+    first_E=jnp.cumsum(load_E) - load_E,
+    load_E=load_E,
     choice_R=jnp.pad(order, (0, rows)),
     row_NxA=row.reshape(ids_NxA.shape),
     used_NxA=used_NxA,
@@ -120,17 +131,20 @@ def moe(
     for own in (zip(*(w.experts for w in weights), strict=True) if are_separate else ())
   ]
 
-  def block(i, y_RxD):
-    x, weights_r = x_NxD[plan.read(token_R, i)], plan.read(weights_R, i)
-    if are_separate:
-      y = lax.switch(plan.expert[i], branches, x, weights_r)
-    else:
-      y = expert(x, weights_r, *(matrices(w, plan.expert[i], x.dtype) for w in weights))
-    return plan.write(y_RxD, y, i)
+  def run(k, y_RxD):
+    e = plan.expert_E[k]
+    own = () if are_separate else tuple(matrices(w, e, x_NxD.dtype) for w in weights)
+
+    def block(i, y_RxD):
+      at = plan.block(e, i)
+      x, weights_r = x_NxD[at.read(token_R)], at.read(weights_R)
+      y = lax.switch(e, branches, x, weights_r) if are_separate else expert(x, weights_r, *own)
+      return at.write(y_RxD, y)
+
+    return lax.fori_loop(0, plan.blocks(e), block, y_RxD)
 
   y_RxD = jnp.zeros((token_R.shape[0], x_NxD.shape[1]), jnp.float32)
-  y_RxD = lax.fori_loop(0, plan.blocks, block, y_RxD)
-  return plan.gather(y_RxD).sum(1)
+  return plan.gather(lax.fori_loop(0, plan.runs, run, y_RxD)).sum(1)
 
 
 class Rounding(NamedTuple):
@@ -157,7 +171,7 @@ def _forward(x_NxD, ids_NxA, weights_NxA, w_gate, w_up, w_down, limit, released_
 
 
 def _backward(limit, released_rounding, inputs, dy_NxD):
-  """Recomputes each block's activations; gradients of the weights are summed in place.
+  """Recomputes each block's activations; gradients of an expert's weights are summed run by run.
 
   Rounding passes gradients straight through.
   """
@@ -168,32 +182,40 @@ def _backward(limit, released_rounding, inputs, dy_NxD):
   x_NxD = rounding.input(x_NxD)
   dy_NxD = dy_NxD.astype(x_NxD.dtype)
 
-  def block(i, sums):
-    dx_RxD, dweights_R, dw_gate, dw_up, dw_down = sums
-    expert, tokens = plan.expert[i], plan.read(token_R, i)
-    weights = plan.read(weights_R, i)[:, None]
-    w_gate, w_up, w_down = gates_ExDxF[expert], ups_ExDxF[expert], downs_ExFxD[expert]
-    # Rows of other experts become 0 on both ends, and so does all that they contribute.
-    mine = (jnp.arange(plan.rows) < plan.filled[i])[:, None]
-    x, dy = jnp.where(mine, x_NxD[tokens], 0), jnp.where(mine, dy_NxD[tokens], 0)
+  def run(k, sums):
+    dx_RxD, dweights_R, *dw = sums
+    e = plan.expert_E[k]
+    w_gate, w_up, w_down = gates_ExDxF[e], ups_ExDxF[e], downs_ExFxD[e]
 
-    gate, up = (rounding.output(einsum("rd,df->rf", x, w)) for w in (w_gate, w_up))
-    active, activation_vjp = jax.vjp(functools.partial(swiglu, limit=limit), gate, up)
-    dinner = einsum("rd,fd->rf", dy, w_down)
-    dgate, dup = (d.astype(x.dtype) for d in activation_vjp(weights * dinner))
-    inner = rounding.input(weights * active)
-    dx = einsum("rf,df->rd", dgate, w_gate) + einsum("rf,df->rd", dup, w_up)
-    return (
-      plan.write(dx_RxD, dx, i),
-      plan.write(dweights_R, (dinner * active).sum(1), i),
-      dw_gate.at[expert].add(einsum("rd,rf->df", x, dgate)),
-      dw_up.at[expert].add(einsum("rd,rf->df", x, dup)),
-      dw_down.at[expert].add(einsum("rf,rd->fd", inner, dy)),
-    )
+    def block(i, sums):
+      dx_RxD, dweights_R, dw_gate, dw_up, dw_down = sums
+      at = plan.block(e, i)
+      tokens, weights = at.read(token_R), at.read(weights_R)[:, None]
+      # Rows of other experts become 0 on both ends, and so does all that they contribute.
+      mine = (jnp.arange(at.rows) < at.filled)[:, None]
+      x, dy = jnp.where(mine, x_NxD[tokens], 0), jnp.where(mine, dy_NxD[tokens], 0)
+
+      gate, up = (rounding.output(einsum("rd,df->rf", x, w)) for w in (w_gate, w_up))
+      active, activation_vjp = jax.vjp(functools.partial(swiglu, limit=limit), gate, up)
+      dinner = einsum("rd,fd->rf", dy, w_down)
+      dgate, dup = (d.astype(x.dtype) for d in activation_vjp(weights * dinner))
+      inner = rounding.input(weights * active)
+      dx = einsum("rf,df->rd", dgate, w_gate) + einsum("rf,df->rd", dup, w_up)
+      return (
+        at.write(dx_RxD, dx),
+        at.write(dweights_R, (dinner * active).sum(1)),
+        dw_gate + einsum("rd,rf->df", x, dgate),
+        dw_up + einsum("rd,rf->df", x, dup),
+        dw_down + einsum("rf,rd->fd", inner, dy),
+      )
+
+    own = (jnp.zeros(w.shape, jnp.float32) for w in (w_gate, w_up, w_down))
+    dx_RxD, dweights_R, *own = lax.fori_loop(0, plan.blocks(e), block, (dx_RxD, dweights_R, *own))
+    return dx_RxD, dweights_R, *(d.at[e].set(o) for d, o in zip(dw, own, strict=True))
 
   shapes = ((token_R.shape[0], x_NxD.shape[1]), token_R.shape, *(w.shape for w in inputs[3:]))
   sums = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-  dx_RxD, dweights_R, *dw = lax.fori_loop(0, plan.blocks, block, sums)
+  dx_RxD, dweights_R, *dw = lax.fori_loop(0, plan.runs, run, sums)
   return (
     plan.gather(dx_RxD).sum(1).astype(x_NxD.dtype),
     None,
