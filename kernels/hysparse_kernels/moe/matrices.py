@@ -47,8 +47,20 @@ def matrices(
   weights: Weights, experts: Int[Array, "*choices"], dtype: jnp.dtype
 ) -> Float[Array, "*choices I O"]:
   """The matrices of some experts; no other expert is decoded."""
+  return turned(weights, decoded(weights, experts, dtype))
+
+
+def decoded(
+  weights: Weights, experts: Int[Array, "*choices"], dtype: jnp.dtype
+) -> Float[Array, "*choices I O"] | Float[Array, "*choices O I"]:
+  """The matrices of some experts, the way round that they are stored."""
   if isinstance(weights, Quantised):
-    return weights[experts].dequantise(dtype).swapaxes(-1, -2)
+    return weights[experts].dequantise(dtype)
   if isinstance(weights, Separate):
     weights = weights.stacked()
   return weights[experts].astype(dtype)
+
+
+def turned(weights: Weights, stored: Float[Array, "..."]) -> Float[Array, "*choices I O"]:
+  """[inputs, outputs] of what is stored as `weights` are."""
+  return stored.swapaxes(-1, -2) if isinstance(weights, Quantised) else stored

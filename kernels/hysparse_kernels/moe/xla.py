@@ -21,7 +21,7 @@ from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import Quantised, fake_quant, round_to
 from hysparse_kernels.moe.activation import swiglu
 from hysparse_kernels.moe.balance import expert_load
-from hysparse_kernels.moe.matrices import Separate, Weights, matrices
+from hysparse_kernels.moe.matrices import Separate, Weights, decoded, turned
 
 # Weights are copied for each run, however short it is: few rows cost what four do.
 _LEAST_ROWS = 4
@@ -133,12 +133,15 @@ def moe(
 
   def run(k, y_RxD):
     e = plan.expert_E[k]
-    own = () if are_separate else tuple(matrices(w, e, x_NxD.dtype) for w in weights)
+    own = () if are_separate else tuple(decoded(w, e, x_NxD.dtype) for w in weights)
 
     def block(i, y_RxD):
       at = plan.block(e, i)
       x, weights_r = x_NxD[at.read(token_R)], at.read(weights_R)
-      y = lax.switch(e, branches, x, weights_r) if are_separate else expert(x, weights_r, *own)
+      if are_separate:
+        y = lax.switch(e, branches, x, weights_r)
+      else:  # turned in here: XLA on GPUs would turn all experts ahead of the loop over runs
+        y = expert(x, weights_r, *map(turned, weights, own))
       return at.write(y_RxD, y)
 
     return lax.fori_loop(0, plan.blocks(e), block, y_RxD)
