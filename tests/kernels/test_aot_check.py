@@ -115,6 +115,14 @@ def test_a_missing_kernel_is_seen(backend):
     compiled.own_kernels(compiled.Report(0, 0, 0), call("another_call"), backend)
 
 
+def test_a_copy_of_all_experts_is_seen():
+  spec = next(s for s in OPERATIONS["moe"].released if s.name == "released_decode")
+  packed = spec.experts * 3 * spec.width * spec.inner // 2
+  compiled.few_temporaries(compiled.Report(packed, 0, packed // 16), spec.most_temporaries)
+  with pytest.raises(compiled.CheckError, match=f"copies: {packed:,} temporary bytes, of at most"):
+    compiled.few_temporaries(compiled.Report(packed, 0, packed), spec.most_temporaries)
+
+
 @pytest.fixture
 def assembled(monkeypatch):
   """The assembler is not in the environment of the tests."""

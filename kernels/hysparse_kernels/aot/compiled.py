@@ -94,6 +94,16 @@ def compile_call(
   return report
 
 
+def few_temporaries(report: Report, most: float) -> None:
+  """
+  Raises:
+    CheckError: more temporary memory than a call of these sizes should need; something large is
+      copied, turned or decoded as a whole.
+  """
+  if report.temporaries > most:
+    raise CheckError(f"copies: {report.temporaries:,} temporary bytes, of at most {most:,.0f}")
+
+
 def _forget(kernel_dumps: pathlib.Path) -> None:
   """jax-triton compiles a kernel once, and only then says what it takes."""
   if library := sys.modules.get("jax_triton.triton_lib"):

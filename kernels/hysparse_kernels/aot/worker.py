@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import sys
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from hysparse_kernels.aot.canaries import CANARIES
-from hysparse_kernels.aot.compiled import compile_call
+from hysparse_kernels.aot.compiled import compile_call, few_temporaries
 from hysparse_kernels.aot.targets import TARGETS
 from hysparse_kernels.catalogue import OPERATIONS, separated
 
@@ -56,7 +57,9 @@ def _compile(target: str, backend: str, case: str, dumps: pathlib.Path) -> dict:
   call = lambda arrays: operation.call(arrays | rest, backend)  # noqa: E731
   if differentiated:
     call = gradient(call)
-  return dataclasses.asdict(compile_call(call, arrays, TARGETS[target], backend, dumps))
+  report = compile_call(call, arrays, TARGETS[target], backend, dumps)
+  few_temporaries(report, getattr(spec, "most_temporaries", math.inf))
+  return dataclasses.asdict(report)
 
 
 def gradient(call: Callable) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -59,6 +60,12 @@ class Spec:
       "w_down": normal(E, F, D, scale=F**-0.5),
       "limit": self.limit,
     }
+
+  @property
+  def most_temporaries(self) -> float:
+    """Bytes of temporary memory that a call may take: packed experts are decoded one by one."""
+    matrices = 3 * self.experts * self.width * self.inner
+    return matrices / 16 if self.packed else math.inf  # an eighth of them as they are packed
 
   def shapes(self) -> dict:
     """The same, with shapes in the place of arrays."""
