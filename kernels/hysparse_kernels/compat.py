@@ -82,16 +82,19 @@ def einsum(spec: str, *operands: jax.Array) -> jax.Array:
 
 def lower(function: Callable, *arguments: Any, platform: Platform) -> jax.stages.Lowered:
   """Lowers a call for a platform that need not be here, as far as jax goes without its compiler."""
-  with target(platform), _described(platform):
+  # From jax 0.12 on, Pallas lowers for a GPU that is not here only if it is told which.
+  is_gpu = platform == "gpu"
+  chip = described("NVIDIA H100 80GB HBM3", 132, "cuda") if is_gpu else contextlib.nullcontext()
+  with target(platform), chip:
     traced = jax.jit(function).trace(*arguments)
     return traced.lower(lowering_platforms=(LOWERED[platform],))
 
 
-def _described(platform: Platform) -> contextlib.AbstractContextManager:
-  """From jax 0.12 on, Pallas lowers for a GPU that is not here only if it is told which."""
-  if platform != "gpu":
-    return contextlib.nullcontext()
-  chip = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="cuda")
+def described(
+  device_kind: str, num_cores: int | None, platform: str
+) -> contextlib.AbstractContextManager:
+  """Tells jax of the chip that what is traced inside is lowered for."""
+  chip = jax.sharding.AbstractDevice(device_kind, num_cores=num_cores, platform=platform)
   return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=chip))
 
 

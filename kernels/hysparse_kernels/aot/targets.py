@@ -71,16 +71,11 @@ class Target:
   @contextmanager
   def tracing(self, device: jax.Device) -> Iterator[None]:
     """What is traced inside is traced for the device."""
-    about = jax.sharding.AbstractDevice(
-      device_kind=device.device_kind,
-      num_cores=getattr(device, "num_cores", None),
-      platform=device.platform,
-    )
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=about)
+    cores = getattr(device, "num_cores", None)
     with (
       compat.target(self.platform, device_kind=device.device_kind),
       triton_launch.compute_capability(self.capability),
-      jax.sharding.use_abstract_mesh(mesh),
+      compat.described(device.device_kind, cores, device.platform),
     ):
       yield
 

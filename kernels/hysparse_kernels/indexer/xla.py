@@ -72,7 +72,7 @@ def select(
 
 def _sizes(queries: int) -> Mapping[str, int]:
   """Entries scored at once ("keys"), queries of a block, and elements of two of its arrays: its
-  scores [B, queries, T], and the keys that it gathers, which should stay in cache."""
+  scores [B, queries, T], and the keys that it gathers."""
   return tuning.sizes("indexer", "xla", queries=queries)
 
 
@@ -95,7 +95,7 @@ def _all_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, lo, hi, released_rounding
 
 
 def _pool_scores(q_BxQxIxD, keys: Paged, weights_BxQxI, pool: Pool, released_rounding):
-  """[B, Q, P], so many blocks of so many queries at a time that what they gather stays in cache."""
+  """[B, Q, P], so many blocks of so many queries at a time as `_sizes` has room for."""
   B, Q, N = pool.blocks_BxSxN.shape
   gathered = _sizes(Q)["gathered"]
   most = max(1, gathered // (B * pool.block_size * keys.rows.shape[-1]))  # blocks

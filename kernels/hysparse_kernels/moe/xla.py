@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hysparse_kernels import tuning
+from hysparse_kernels import blocks, tuning
 from hysparse_kernels.compat import einsum
 from hysparse_kernels.formats import Quantised, fake_quant, round_to
 from hysparse_kernels.moe.activation import swiglu
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
   def blocks(self, expert: jax.Array) -> jax.Array:
     """How many blocks the run of an expert has."""
-    return -(-self.load_E[expert] // self.rows)
+    return blocks.count(self.load_E[expert], self.rows)
 
   def block(self, expert: jax.Array, i: jax.Array) -> Block:
     """Block `i` of the run of an expert."""

@@ -29,7 +29,7 @@ def sparse_attention(
 
 
 def block_size(q_BxSxHxC: jax.Array, view: View) -> int:
-  """Queries of a block: so many that what they gather stays in cache."""
+  """Queries of a block: so many that what they gather is bounded."""
   batch, length, _, channels = q_BxSxHxC.shape
   sizes = tuning.sizes("sparse_attention", "xla", queries=length)
   size = sizes["most_queries"]
